@@ -101,11 +101,10 @@ def test_products_of_bytes_keep_within_their_memory(tmp_path):
         import torch
         from nanovllm.fast.kernels import cpp
         from nanovllm.models.packed_linears import PackedLinear
-        from nanovllm.models.quantised.blocks import FORMATS, QuantisedLinear
-        from tests.support.quantised import random_blocks
+        from tests.support.quantised import KINDS, random_layer
 
         flags = (*cpp.FLAGS, "-fsanitize=address", "-O0")
-        layers = [QuantisedLinear(kind, random_blocks(kind, 64, 256), dtype=torch.bfloat16) for kind in FORMATS]
+        layers = [random_layer(kind, 64, 256, dtype=torch.bfloat16) for kind in KINDS]
         for variant in {[VARIANTS[name].split() for name in OWN]}:
             cpp.FLAGS = (*flags, *variant)
             for exact in (False, True):

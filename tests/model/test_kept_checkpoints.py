@@ -19,12 +19,10 @@ from nanovllm.models import loader
 from nanovllm.models.quantised.blocks import QuantisedLinear
 from tests.support import quantised_checkpoints
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
-from tests.support.quantised_checkpoints import rewrite, save_quantised, small_llama
+from tests.support.quantised_checkpoints import LLAMA_FORMS, rewrite, save_quantised, small_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="weights are kept quantised on a CPU alone")
 CPU = torch.device("cpu")
-KEPT = ("ct-int8-channel", "ct-w4a16", "ct-w4a16-asym", "ct-w8a16")
-FORMS = KEPT
 
 
 def load(folder, **options):
@@ -38,6 +36,15 @@ def by_library(folder, dtype=torch.bfloat16):
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
 
 
+def dequantised(folder):
+    """A model of `transformers` with the weights of the kept ones, in float32."""
+    model = by_library(folder, torch.float32)
+    for name, module in linears(load(folder, dtype="float32")).items():
+        if isinstance(module, QuantisedLinear):
+            model.get_submodule(name).weight.data = module.dequantise()
+    return model
+
+
 def linears(model):
     found = (QuantisedLinear, nn.Linear)
     return {name: module for name, module in model.named_modules() if isinstance(module, found)}
@@ -49,34 +56,42 @@ def settings_of(folder):
 
 def with_scales_in(folder, dtype):
     """The scales' dtype in files is usually the model's."""
-    rewrite(folder, lambda name, value: {name: value.to(dtype) if name.endswith("weight_scale") else value},
-            settings_of(folder))  # fmt: skip
+
+    def cast(name, value):
+        is_scale = name.endswith(("weight_scale", "weight_scale_inv")) and value.dtype in (
+            torch.float32,
+            torch.bfloat16,
+        )
+        return {name: value.to(dtype) if is_scale else value}
+
+    rewrite(folder, cast, settings_of(folder))
     return folder
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LLAMA_FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_each_weight_is_bit_for_bit_what_the_library_dequantises(form, dtype, tmp_path):
-    """The library rounds to the dtype of the scales. Read for another dtype, or dequantised, it is the same weight."""
+    """compressed-tensors rounds to the dtype of the scales, of 4-bit floats to bfloat16; the library does not round."""
     folder = with_scales_in(save_quantised(tmp_path, form), dtype)
     expected = linears(by_library(folder, torch.float32))
     kept = linears(load(folder))
+    rounded = torch.float32 if form.startswith("fp8") else torch.bfloat16 if "fp4" in form else dtype
     assert kept.keys() == expected.keys()
-    assert [type(module) for module in kept.values()].count(QuantisedLinear) == (14 if form in KEPT else 0)
+    assert [type(module) for module in kept.values()].count(QuantisedLinear) == 14
     for name, module in kept.items():
-        own = module.dequantise().to(dtype) if isinstance(module, QuantisedLinear) else module.weight
+        own = module.dequantise().to(rounded) if isinstance(module, QuantisedLinear) else module.weight
         assert torch.equal(own.float(), expected[name].weight), name
     for name, module in linears(load(folder, quantization="int8")).items():  # dequantised first
         assert isinstance(module, QuantisedLinear) and module.kind == "int8", name
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LLAMA_FORMS)
 def test_float32_tokens_are_those_of_the_library_on_the_dequantised_weights(form, tmp_path):
     folder = save_quantised(tmp_path, form)
     with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS) as llm:
-        assert tokens(llm) == by_transformers(by_library(folder, torch.float32))
+        assert tokens(llm) == by_transformers(dequantised(folder))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -92,9 +107,11 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("form", KEPT)
+@pytest.mark.parametrize("form", LLAMA_FORMS)
 def test_kept_weights_take_the_bytes_of_the_file_at_load_and_after(form, tmp_path):
-    """No weight is ever there dequantised: no tensor is larger than one module's in the file."""
+    """No weight is ever there dequantised: no tensor is larger than one module's in the file, up to 4 % for scales of
+    blocks, which each row has in memory.
+    """
     model = small_llama(hidden_size=512, intermediate_size=1536, num_layers=1, num_attention_heads=8)
     folder = save_quantised(tmp_path, form, model)
     with LargestTensor() as peak:
@@ -104,8 +121,8 @@ def test_kept_weights_take_the_bytes_of_the_file_at_load_and_after(form, tmp_pat
         stored[name.rpartition(".")[0]] += tensor.nbytes * (2 if name.endswith("zero_point") else 1)  # bytes in memory
     resident = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     rotary = sum(tensor.nbytes for name, tensor in resident.items() if "inv_freq" in name)
-    assert sum(tensor.nbytes for tensor in resident.values()) - rotary <= sum(stored.values())
-    assert peak.num_bytes <= max(stored.values())
+    assert sum(tensor.nbytes for tensor in resident.values()) - rotary <= 1.04 * sum(stored.values())
+    assert peak.num_bytes <= 1.04 * max(stored.values())
 
 
 def test_a_mixed_checkpoint_is_kept_module_by_module(tmp_path):

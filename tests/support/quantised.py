@@ -1,8 +1,11 @@
 """Quantised weights made of random bytes."""
 
+import math
+
 import torch
 
-from nanovllm.models.quantised.blocks import FORMATS
+from nanovllm.models.quantised.blocks import FORMATS, QuantisedLinear
+from nanovllm.models.quantised.rows import EXPONENTS, RowFormat
 
 # Where the float16 scales of a block lie, by kind.
 _SCALES = {
@@ -32,3 +35,42 @@ def random_blocks(kind, num_rows, in_features, *, seed=0):
             scales = (-8 if kind == "Q4_1" else -16) * scales  # so that values of both signs occur
         each[:, at : at + 2] = scales.half().view(torch.uint8)
     return blocks
+
+
+# Formats of checkpoints' rows: (values, length of a run, 0 for the row, dtype of scales, zero points, unit).
+ROWS = {
+    "W8 rows": ("int8", 0, torch.bfloat16, False, ""),
+    "W8 groups": ("int8", 128, torch.bfloat16, False, ""),
+    "W4 groups": ("uint4", 64, torch.bfloat16, False, ""),
+    "W4 zeros": ("uint4", 128, torch.float16, True, ""),
+    "W4 exact zeros": ("uint4", 32, torch.float32, True, ""),
+    "MXFP4": ("float4", 32, EXPONENTS, False, ""),
+    "NVFP4": ("float4", 16, torch.float8_e4m3fn, False, "times"),
+    "NVFP4 over": ("float4", 16, torch.float8_e4m3fn, False, "over"),
+    "FP8 rows": ("float8", 0, torch.float32, False, ""),
+    "FP8 blocks": ("float8", 128, torch.float32, False, ""),
+    "MXFP8": ("float8", 32, EXPONENTS, False, ""),
+}
+KINDS = (*FORMATS, *ROWS)
+_SIZES = {"int8": 0.002, "uint4": 0.02, "float4": 0.02, "float8": 0.0005}  # of scales
+
+
+def random_layer(kind, num_rows, width, bias=None, *, dtype=torch.float32, seed=0):
+    """A layer of one of KINDS: random bits, and scales of the size of a model's."""
+    if kind in FORMATS:
+        return QuantisedLinear(kind, random_blocks(kind, num_rows, width, seed=seed), bias, dtype=dtype)
+    values, run, scales, has_zeros, unit = ROWS[kind]
+    form = RowFormat(values, width, min(run, width) or width, scales, has_zeros, unit)
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(256, (num_rows, form.value_bytes), generator=generator).to(torch.uint8)
+    if values == "float8":
+        bits[bits & 127 == 127] = 0  # no numbers
+    factors = _SIZES[values] * (1 + torch.rand(num_rows, form.num_runs, generator=generator))
+    whole = None
+    if unit:
+        whole = torch.tensor([0.01 if unit == "times" else 100.0])
+        factors = 100 * factors
+    if scales == EXPONENTS:
+        factors = torch.randint(-3, 4, factors.shape, generator=generator) + int(127 + math.log2(_SIZES[values]))
+    zeros = torch.randint(16, factors.shape, generator=generator) if has_zeros else None
+    return QuantisedLinear(form, form.join(bits, factors.to(scales), zeros, whole), bias, dtype=dtype)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.fast.host.memory import HugePages
+from nanovllm.models.quantised.parts import QuantisedParts, join_parts
 
 LANES = 16  # elements per vector of the kernels
 PANEL = 2 * LANES  # adjacent outputs in a packed weight
@@ -65,9 +66,11 @@ class WorkspaceStruct(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in ("queries", "attended", "scratch", "even_output", "odd_output")]
 
 
-# (bits of a value, bytes of a scale, length of a run) -> number of the panel kind in `csrc/widening.h`; length 0: the
-# whole depth.
+# (bits of a value, bytes of a scale, length of a run) -> number of the panel kind in `csrc/widening.h`, of integers and
+# of floats; length 0: the whole depth.
 _KINDS = {(8, 4, 0): 1, (8, 2, 32): 2, (8, 4, 16): 3, (4, 2, 32): 4, (4, 4, 32): 5, (5, 2, 32): 6, (5, 4, 32): 7}
+_KIND_WITH_ZEROS = 8  # 4 bits, in runs of 32 with scales of 2 bytes
+_FLOAT_KINDS = {(4, 2, 32): 9, (4, 2, 16): 10, (8, 4, 0): 11, (8, 4, 128): 12, (8, 4, 32): 13}
 
 
 def can_pack(linears: Sequence[Any], dtype: torch.dtype, *, interleave: bool = False) -> bool:
@@ -149,33 +152,33 @@ def _by_fours(panels: Tensor) -> Tensor:
     return panels.unflatten(3, (-1, 4))[..., [0, 2, 1, 3]].permute(0, 2, 3, 1, 4)
 
 
-def pack_quantised(values: Tensor, scales: Tensor, minima: Tensor | None, num_bits: int) -> tuple[Tensor, int]:
-    """Pack quantised rows: panels [num_panels, bytes] uint8, and their kind.
-
-    Args:
-        values: [num_outputs, depth], int8 with 8 bits, or uint8 with 4 or 5.
-        scales, minima: [num_outputs, runs], each for depth / runs neighbours.
-    """
+def pack_quantised(parts: QuantisedParts) -> tuple[Tensor, int]:
+    """Pack quantised rows: panels [num_panels, bytes] uint8, and their kind."""
+    values, scales, num_bits = parts.values, parts.scales, parts.num_bits
     depth = values.shape[1]
     num_runs = scales.shape[1]
     run = depth // num_runs
-    size = scales.element_size()
-    kind = _KINDS[num_bits, size, run if num_runs > 1 or size == 2 or minima is not None else 0]
+    factors = [each for each in (scales, parts.minima, None if parts.zeros is None else parts.zeros.half())
+               if each is not None]  # fmt: skip
+    is_whole = num_runs == 1 and scales.element_size() == 4 and len(factors) == 1
+    kinds = _FLOAT_KINDS if parts.is_float else _KINDS
+    kind = kinds[num_bits, scales.element_size(), 0 if is_whole else run] if parts.zeros is None else _KIND_WITH_ZEROS
     panels = values.unflatten(0, (-1, PANEL)).unflatten(2, (num_runs, run))  # [num_panels, PANEL, num_runs, run]
     if num_bits < 8:
         low, high = panels.unflatten(3, (-1, 2, 4)).unbind(4)  # each [num_panels, PANEL, num_runs, run / 8, 4]
-        parts = [_by_fours((low & 15 | high << 4).flatten(3))]
+        pieces = [_by_fours((low & 15 | high << 4).flatten(3))]
     else:
-        parts = [_by_fours(F.pad(panels, (0, -run % 4)))]
+        pieces = [_by_fours(F.pad(panels, (0, -run % 4)))]
     if num_bits == 5:
         highest = torch.cat((panels[..., ::2], panels[..., 1::2]), dim=3) >> 4
         bits = highest.unflatten(3, (-1, 8)) << torch.arange(8, dtype=torch.uint8, device="cpu")
-        parts.insert(0, bits.sum(dim=4, dtype=torch.uint8).transpose(1, 2))
-    for factors in (minima, scales):
-        if factors is not None:
-            parts.insert(0, factors.unflatten(0, (-1, PANEL)).transpose(1, 2))
-    whole = [part.contiguous().view(torch.uint8).flatten(2) for part in parts]  # [num_panels, num_runs, bytes]
-    return torch.cat(whole, dim=2).flatten(1), kind
+        pieces.insert(0, bits.sum(dim=4, dtype=torch.uint8).transpose(1, 2))
+    pieces = [each.unflatten(0, (-1, PANEL)).transpose(1, 2) for each in factors] + pieces
+    whole = [piece.contiguous().view(torch.uint8).flatten(2) for piece in pieces]  # [num_panels, num_runs, bytes]
+    packed = torch.cat(whole, dim=2).flatten(1)
+    if parts.units is not None:
+        packed = torch.cat((parts.units.view(torch.uint8).reshape(len(packed), -1), packed), dim=1)
+    return packed, kind
 
 
 class PackedProduct:
@@ -220,9 +223,7 @@ def _panels_of_kinds(
             panels = pack(join([layer.weight.detach() for layer in layers])).flatten(1).view(torch.uint8)
             kind = 0
         else:
-            values, scales, minima, num_bits = zip(*(layer.quantised_parts() for layer in layers), strict=True)
-            all_minima = None if minima[0] is None else join(list(minima))
-            panels, kind = pack_quantised(join(list(values)), join(list(scales)), all_minima, num_bits[0])
+            panels, kind = pack_quantised(join_parts([layer.quantised_parts() for layer in layers], join))
         segments.append(panels.flatten())
         places += [(offset + number * panels.shape[1], kind) for number in range(len(panels))]
         offset += panels.numel()

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.fast.kernels.packed_product import PANEL, ProductStruct, pack, pack_quantised
+from nanovllm.models.quantised.parts import QuantisedParts
+from nanovllm.models.quantised.rows import EXPONENTS, RowFormat
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp import Kernels
@@ -75,6 +77,32 @@ def _products(kernels: Kernels, generator: torch.Generator) -> Iterator[tuple[st
     for num_bits in (4, 5):
         for dtype in (torch.float16, torch.float32):
             yield from _quantised_products(kernels, generator, _Runs(num_bits, 32, dtype), 192)
+    for form in _ROW_FORMATS:
+        values = torch.randint(
+            0, 127, (2 * PANEL, form.value_bytes), generator=generator, dtype=torch.uint8, device="cpu"
+        )
+        values |= (torch.rand(values.shape, generator=generator, device="cpu") < 0.5).to(torch.uint8) << 7
+        values[:, 0] = 0
+        scales = torch.randint(1, 7, (2 * PANEL, form.num_runs), generator=generator, dtype=torch.uint8, device="cpu")
+        scales = scales + 120 if form.scales == EXPONENTS else (scales.float() / 8).to(form.scales)
+        zeros = torch.zeros_like(scales, dtype=torch.uint8) if form.has_zeros else None
+        if zeros is not None:
+            zeros[:, 1:] = 11
+        unit = torch.tensor([0.75], device="cpu") if form.unit else None
+        blocks = form.join(values, scales, zeros, unit)
+        name = f"products of {{}} by {form.name}"
+        yield from _packed_products(kernels, generator, form.parts(blocks), form.weights(blocks).double(), name)
+
+
+# Formats of a checkpoint's rows, one for each kind of panels that no format above has.
+_ROW_FORMATS = (
+    RowFormat("uint4", 192, 32, torch.float16, has_zeros=True),
+    RowFormat("float4", 192, 32, EXPONENTS),
+    RowFormat("float4", 192, 16, torch.float8_e4m3fn, unit="times"),
+    RowFormat("float8", 192, 192, torch.float32),
+    RowFormat("float8", 256, 128, torch.float32),
+    RowFormat("float8", 192, 64, torch.float32),
+)
 
 
 class _Runs(NamedTuple):
@@ -99,18 +127,32 @@ def _quantised_products(
         minima = _random(generator, runs.dtype, *size)
     values[:, 0] = 0
     scales = _random(generator, runs.dtype, *size)
-    packed, kind = pack_quantised(values, scales, minima, runs.num_bits)
-    panels = torch.tensor([[0, kind], [packed.shape[1], kind]], dtype=torch.int64, device="cpu")
-    struct = ProductStruct(packed.data_ptr(), None, *shape, panels.data_ptr())
     weight = values.double().unflatten(1, (size[1], -1)) * scales.double()[..., None]
     if minima is not None:
         weight += minima.double()[..., None]
     name = f"products of {{}} by {depth} of {runs.num_bits} bits in runs of {runs.length} ({runs.dtype})"
-    yield from _product_rows(kernels, generator, struct, weight.flatten(1), name)
+    parts = QuantisedParts(values, scales, minima, runs.num_bits)
+    yield from _packed_products(kernels, generator, parts, weight.flatten(1), name)
+
+
+def _packed_products(
+    kernels: Kernels, generator: torch.Generator, parts: QuantisedParts, weight: Tensor, name: str
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    packed, kind = pack_quantised(parts)
+    panels = torch.tensor([[0, kind], [packed.shape[1], kind]], dtype=torch.int64, device="cpu")
+    struct = ProductStruct(packed.data_ptr(), None, *weight.shape, panels.data_ptr())
+    is_whole = not (parts.is_float and parts.num_bits == 8)
+    yield from _product_rows(kernels, generator, struct, weight, name, in_bytes=is_whole)
 
 
 def _product_rows(
-    kernels: Kernels, generator: torch.Generator, product: ProductStruct, weight: Tensor, name: str
+    kernels: Kernels,
+    generator: torch.Generator,
+    product: ProductStruct,
+    weight: Tensor,
+    name: str,
+    *,
+    in_bytes: bool = False,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     num_outputs, depth = weight.shape
     bias = _random(generator, kernels.dtype, num_outputs)
@@ -120,7 +162,7 @@ def _product_rows(
         if product.panels:  # one large element, so that all others are in the low plane of split rows
             rows[:, 0] = 64
         multiplied = rows.double()
-        if product.panels and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
+        if in_bytes and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
             multiplied = _in_bytes(rows)
         expected = multiplied @ weight.T + bias.double()
         # All threads for most rows, and few of quantised weights, which each splits: calls wait on a busy machine.

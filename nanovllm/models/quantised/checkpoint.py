@@ -26,6 +26,7 @@ SUFFIXES = {
         "weight_g_idx", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point",
     ),
     "fp8": ("weight", "weight_scale_inv", "activation_scale"),
+    "mxfp8": ("weight", "weight_scale_inv", "activation_scale"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
 }  # fmt: skip
 _WORD = 32  # bits that packed integers share
@@ -196,8 +197,10 @@ def _of_plain_values(settings: Mapping[str, Any], name: str, tensors: Tensors, w
         return form.join(found ^ 128, spread(given[suffix]), spread(given["weight_zero_point"].short() + 128))
 
     def fault(given: Tensors) -> str | None:
-        has_nan = encoding == "float8" and bool(((given["weight"].view(torch.uint8) & 127) == 127).any())
-        return f"{name}.weight holds values that are no numbers" if has_nan else None
+        if encoding == "float8" and bool(((given["weight"].view(torch.uint8) & 127) == 127).any()):
+            return f"{name}.weight holds values that are no numbers"
+        has_nan = scales.dtype.itemsize == 1 and bool((given[suffix].view(torch.uint8) == 255).any())
+        return f"{name}.{suffix} holds the exponent 255, which is no number" if has_nan else None
 
     return Layout(form, rows, blocks, fault=fault)
 

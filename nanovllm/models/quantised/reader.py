@@ -183,21 +183,20 @@ class _FillWeight(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str = "", model: Any = None, **_: Any
     ) -> dict[str, Any]:
-        lists = {name: value if isinstance(value, list) else [value] for name, value in input_dict.items()}
+        lists = {key: value if isinstance(value, list) else [value] for key, value in input_dict.items()}
         if lists.keys() <= set(self.hf_quantizer.suffixes):
-            of_module = {name: each[0] for name, each in lists.items()}
+            of_module = {key: tensors[0] for key, tensors in lists.items()}
             return {full_layer_name: self._filled(full_layer_name, of_module, model)}
         experts: defaultdict[str, dict[str, list[Tensor]]] = defaultdict(dict)
-        for source, found in lists.items():
-            module, _, suffix = source.rpartition(".")
+        for key, found in lists.items():
+            module, suffix = key.rpartition(".")[::2]
             experts[f"{module}.weight"][suffix] = found
-        return {
-            pattern: [
-                self._filled(full_layer_name, {name: each[number] for name, each in parts.items()}, model)
-                for number in range(len(next(iter(parts.values()))))
-            ]
-            for pattern, parts in experts.items()
-        }
+        filled: dict[str, Any] = {}
+        for pattern, parts in experts.items():
+            count = len(next(iter(parts.values())))
+            of_each = [{last: tensors[number] for last, tensors in parts.items()} for number in range(count)]
+            filled[pattern] = [self._filled(full_layer_name, one, model) for one in of_each]
+        return filled
 
     def _filled(self, name: str, tensors: dict[str, Tensor], model: Any) -> Tensor:
         reader = self.hf_quantizer

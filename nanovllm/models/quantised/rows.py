@@ -20,6 +20,7 @@ from nanovllm.models.quantised.parts import QuantisedParts
 DOUBLED_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _BITS = {"int8": 8, "uint8": 8, "uint4": 4, "float8": 8, "float4": 4}  # of each encoding of values
 _RUN_OF_KERNELS = 32
+_LONG_RUN = 128  # of 8-bit floats
 _ZERO_OF_SIGNED = 8  # zero point of nibbles that are stored without one
 EXPONENTS = torch.uint8  # dtype of scales that are powers of two (e8m0): 2^(byte - 127)
 
@@ -59,6 +60,10 @@ class RowFormat:
     @property
     def row_bytes(self) -> int:
         return sum(self._sizes)
+
+    @property
+    def value_bytes(self) -> int:
+        return self._sizes[3]
 
     @property
     def name(self) -> str:
@@ -133,27 +138,54 @@ class RowFormat:
     @property
     def has_kernel(self) -> bool:
         """Whether CPU kernels multiply the format."""
-        if self.values == "int8":
-            return not self.has_zeros and (self.run == self.width or self.run % 16 == 0)
+        if self.values in ("int8", "float8"):
+            least = 16 if self.values == "int8" else _RUN_OF_KERNELS
+            return not self.has_zeros and (self.run == self.width or self.run % least == 0)
+        if self.values == "float4":
+            return self.run in (16, 32)
         return self.values == "uint4" and self.run % _RUN_OF_KERNELS == 0
 
     def parts(self, blocks: Tensor) -> QuantisedParts:
         """Parts for the kernels; `has_kernel` must hold."""
         unit, stored, zeros, values = self._split(blocks)
+        if self.values == "float4":
+            return self._float4_parts(unit, stored, values)
         scales = self._scales_of(unit, stored)
+        if self.values == "float8":
+            run = self.run if self.run == self.width else _LONG_RUN if self.run % _LONG_RUN == 0 else _RUN_OF_KERNELS
+            return QuantisedParts(values, self._in_runs(scales, run), None, is_float=True)
+        if self.values == "int8" and self.run == self.width:
+            return QuantisedParts(values.view(torch.int8), scales, None)
+        halves = scales.half()
+        is_exact = torch.equal(halves.float(), scales) and bool((halves * _ZERO_OF_SIGNED).isfinite().all())
+        scales = halves if is_exact else scales
         if self.values == "int8":
-            if self.run == self.width:
-                return QuantisedParts(values.view(torch.int8), scales, None)
-            is_exact = self.run % _RUN_OF_KERNELS == 0 and torch.equal(scales.half().float(), scales)
-            run = _RUN_OF_KERNELS if is_exact else 16
-            scales = scales.half() if is_exact else scales
-            return QuantisedParts(values.view(torch.int8), scales.repeat_interleave(self.run // run, dim=1), None)
-        minima = -scales * (_ZERO_OF_SIGNED if zeros is None else zeros.float())
-        if all(torch.equal(factors.half().float(), factors) for factors in (scales, minima)):
-            scales, minima = scales.half(), minima.half()
-        times = self.run // _RUN_OF_KERNELS
-        scales, minima = (factors.repeat_interleave(times, dim=1) for factors in (scales, minima))
-        return QuantisedParts(nibbles(values), scales, minima, 4)
+            run = _RUN_OF_KERNELS if is_exact and self.run % _RUN_OF_KERNELS == 0 else 16
+            return QuantisedParts(
+                values.view(torch.int8), self._in_runs(scales if run > 16 else scales.float(), run), None
+            )
+        if zeros is None:
+            minima = self._in_runs(-_ZERO_OF_SIGNED * scales, _RUN_OF_KERNELS)  # exact, unless it overflows
+            parts = QuantisedParts(nibbles(values), self._in_runs(scales, _RUN_OF_KERNELS), minima, 4)
+        else:
+            zeros, scales = (self._in_runs(each, _RUN_OF_KERNELS) for each in (zeros, scales))
+            parts = QuantisedParts(nibbles(values), scales, None, 4, zeros=zeros)
+            parts = parts if is_exact else parts.with_minima()
+        return parts
+
+    def _float4_parts(self, unit: Tensor | None, stored: Tensor, values: Tensor) -> QuantisedParts:
+        """Numbers are doubled, so scales are half of theirs: powers of two and e4m3, which bfloat16 holds."""
+        halves = self._scales_of(None, stored).mul_(0.5).bfloat16()
+        units = unit
+        if self.run == 16 and units is None:
+            units = torch.ones(len(stored), 1, device=stored.device)
+        elif units is not None and self.unit == "over":
+            units = torch.where(units == 0, 0, 1 / units)  # 0 in rows of padding
+        return QuantisedParts(nibbles(values), halves, None, 4, units=units, is_float=True)
+
+    def _in_runs(self, factors: Tensor, run: int) -> Tensor:
+        """Factors of shorter runs."""
+        return factors.repeat_interleave(self.run // run, dim=1)
 
 
 def nibbles(values: Tensor) -> Tensor:

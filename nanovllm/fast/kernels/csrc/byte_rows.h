@@ -130,19 +130,21 @@ class BytePanel {
       if constexpr (std::is_same_v<Runs, PlainBytes>) {
         scales = (const float*)panel, next_scales = 0;
         read_bytes(panel + kScaleBytes, depth, to);
-      } else {
+      } else if constexpr (Runs::kIsWhole) {
         is_of_sixteen = Runs::kRun == 16;
         if (Runs::kHasMinima) minima = factors + most_scales / 2;
+        const char* first_of_panel = panel;
+        panel += Runs::kHeader;
         for (int64_t run = 0; run < depth / Runs::kRun; ++run, panel += Runs::kBytes, to += Runs::kRun * kPanel / 4) {
           fetch(panel, Runs::kBytes);
-          using Scale = typename Runs::Scale;
-          for (int lane = 0; lane < kPanel; lane += kLanes) {
-            const Scale* of_run = (const Scale*)panel + lane;
-            store(factors + run * kPanel + lane, load(of_run));
-            if constexpr (Runs::kHasMinima)
-              store(factors + most_scales / 2 + run * kPanel + lane, load(of_run + kPanel));
+          for (int half = 0; half < 2; ++half) {
+            float* of_run = factors + run * kPanel + half * kLanes;
+            store(of_run, Runs::scale(first_of_panel, panel, half));
+            if constexpr (Runs::kHasMinima) store(of_run + most_scales / 2, Runs::minimum(panel, half));
           }
-          if constexpr (Runs::kHasMinima)
+          if constexpr (Runs::kHasCodes)
+            read_codes<Runs>(panel + Runs::kScales, to);
+          else if constexpr (Runs::kHasMinima)
             read_nibbles<Runs>(panel + Runs::kScales, to);
           else
             read_bytes(panel + Runs::kScales, Runs::kRun, to);
@@ -170,6 +172,18 @@ class BytePanel {
   static Words highest_of(Words highest, int k) {
     const Words bits = highest >> (k / 2);
     return (bits & 0x00010001u) << 4 | (bits & 0x00020002u) << 11;
+  }
+
+  template <class Runs>
+  static void read_codes(const char* from, int32_t* to) {
+    for (int lane = 0; lane < kPanel; lane += kLanes)
+      for (int k = 0; k < Runs::kRun; k += 8) {
+        Words words;
+        std::memcpy(&words, from + k / 2 * kPanel + lane * 4, sizeof(words));
+        const Words first = float4_bytes(words & 0x0f0f0f0fu), second = float4_bytes(words >> 4 & 0x0f0f0f0fu);
+        std::memcpy(to + k / 4 * kPanel + lane, &first, sizeof(first));
+        std::memcpy(to + (k / 4 + 1) * kPanel + lane, &second, sizeof(second));
+      }
   }
 
   template <class Runs>

@@ -155,7 +155,12 @@ struct EightBytes {
 // The values k to k + 7 of one half of a run.
 template <class Runs>
 inline EightBytes eight_bytes(const char* run, int k, int half) {
-  if constexpr (!Runs::kHasMinima) {
+  if constexpr (Runs::kHasCodes) {
+    const __m512i words = _mm512_loadu_si512(run + Runs::kScales + k / 2 * kPanel + half * 64);
+    const __m512i lowest = _mm512_set1_epi8(15);
+    const auto bytes = [=](__m512i codes) { return (__m512i)float4_bytes((Words)_mm512_and_si512(codes, lowest)); };
+    return {bytes(words), bytes(_mm512_srli_epi16(words, 4))};
+  } else if constexpr (!Runs::kHasMinima) {
     const char* from = run + Runs::kScales + k * kPanel + half * 64;
     return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 4 * kPanel)};
   } else {
@@ -177,10 +182,11 @@ inline int32_t excess_of(int32_t sum_of_row) { return (int32_t)(128u * (uint32_t
 
 template <class Runs, int kRows>
 void multiply_few_runs(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
-  using Scale = typename Runs::Scale;
   constexpr int kSums = Runs::kRun / kLanes;
   Floats totals[kRows][2] = {};
-  const __m512i sign = _mm512_set1_epi8(Runs::kHasMinima ? 0 : -128);
+  const __m512i sign = _mm512_set1_epi8(Runs::kHasMinima || Runs::kHasCodes ? 0 : -128);
+  const char* first_of_panel = panel;
+  panel += Runs::kHeader;
   for (int64_t run = 0; run < depth / Runs::kRun; ++run, panel += Runs::kBytes) {
     fetch(panel, Runs::kBytes);
     RunSums of_run[kRows][2];
@@ -193,16 +199,15 @@ void multiply_few_runs(const char* panel, int64_t depth, const IntegerRow* rows,
           of_run[i][half].add(_mm512_xor_si512(second, sign), high + 4, low + 4);
         }
       }
-    const Scale* scales = (const Scale*)panel;
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = load(scales + half * kLanes);
+      const Floats scale = Runs::scale(first_of_panel, panel, half);
       for (int i = 0; i < kRows; ++i) {
         int32_t sum_of_row = 0;
         for (int part = 0; part < kSums; ++part) sum_of_row += rows[i].sums[run * kSums + part];
         Floats& total = totals[i][half];
         if constexpr (Runs::kHasMinima) {
           total = add_run(total, of_run[i][half].whole(), scale);
-          total = add_run(total, Ints{} + sum_of_row, load(scales + kPanel + half * kLanes));
+          total = add_run(total, Ints{} + sum_of_row, Runs::minimum(panel, half));
         } else {
           total = add_run(total, of_run[i][half].whole() - excess_of(sum_of_row), scale);
         }
@@ -245,7 +250,7 @@ void multiply_few(int64_t kind, const char* panel, int64_t depth, const IntegerR
     with_runs(kind, [&](auto runs) {
       if constexpr (std::is_same_v<decltype(runs), PlainBytes>)
         multiply_whole_bytes<kRows>(panel, depth, rows, sums);
-      else
+      else if constexpr (decltype(runs)::kIsWhole)
         multiply_few_runs<decltype(runs), kRows>(panel, depth, rows, sums);
     });
 }

@@ -59,13 +59,13 @@ enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes, kByBytes
 
 inline bool takes_few_rows(int64_t kind, int64_t depth, int64_t num_rows) {
   const bool fits = depth % kRunOfRows == 0 && (kind != kBytes || depth <= kDeepestBytes);
-  return kind != kPlain && num_rows <= kFewRows && fits;
+  return is_whole(kind) && num_rows <= kFewRows && fits;
 }
 
 inline Form form_of(int64_t kind, const ProductRows& rows, int64_t num_rows) {
   const bool suits = suits_tiles(rows.depth);
   if (kind == kBytes && rows.planes != nullptr) return Form::kByPlanes;
-  if (kind != kPlain && rows.bytes != nullptr) return Form::kByBytes;
+  if (is_whole(kind) && rows.bytes != nullptr) return Form::kByBytes;
   if (takes_few_rows(kind, rows.depth, num_rows)) return Form::kByFewRows;
   if (suits && num_rows <= kRowsOfRuns && takes_runs(kind)) return Form::kByRuns;
   return suits ? Form::kByTiles : Form::kByVectors;
@@ -82,10 +82,12 @@ inline PlaneMemory* planes_for(const Product& product, int64_t num_rows) {
   return &own;
 }
 
-// The same for a product with panels of any quantised kind.
+// The same for a product with panels of any kind of whole numbers.
 inline ByteMemory* bytes_for(const Product& product, int64_t num_rows) {
   static thread_local ByteMemory own;
   if (product.panels == nullptr || num_rows <= kFewRows || !takes_bytes(product.depth)) return nullptr;
+  const Panel* end = product.panels + product.num_outputs / kPanel;
+  if (std::none_of(product.panels, end, [](const Panel& panel) { return is_whole(panel.kind); })) return nullptr;
   own.reserve(num_rows, product.depth);
   return &own;
 }

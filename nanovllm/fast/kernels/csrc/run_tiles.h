@@ -65,12 +65,12 @@ inline __m512i below(uint32_t exponent, uint32_t mask, __m512i words) {
   return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)exponent), turned, _mm512_set1_epi32((int)mask), kOrAnd);
 }
 
-template <class Scale>
-struct WholeNumbers<Nibbles<Scale, false>> {
+template <class Scale, bool kHasZeros>
+struct WholeNumbers<Nibbles<Scale, false, kHasZeros>> {
   static constexpr float kExcess = 16;
 
   __attribute__((always_inline)) static void convert(const char* run, int half, __m512i* to) {
-    const char* from = run + Nibbles<Scale, false>::kScales + half * 64;
+    const char* from = run + Nibbles<Scale, false, kHasZeros>::kScales + half * 64;
     for (int pair = 0; pair < 16; pair += 4, from += 4 * kPanel) {
       constexpr uint32_t kExponent = 0x3d803d80, kMask = 0x00780078;  // 16 units, and below it 8, 4, 2 and 1
       const __m512i words = _mm512_loadu_si512(from);
@@ -135,7 +135,6 @@ struct WholeNumbers<ScaledBytes<float16, 32>> {
 // hold totals.
 template <class Runs>
 __attribute__((noinline)) void multiply_half(Tiles& tiles, RunRows& rows, const char* panel, int half, float* totals) {
-  using Scale = typename Runs::Scale;
   // Loads and stores of tiles wait until earlier stores have left the processor's store queue.
   constexpr int64_t kRunsAhead = 2, kRunsBehind = 2, kRing = RunRows::kRing;
   const int64_t num_runs = rows.num_runs;
@@ -156,10 +155,10 @@ __attribute__((noinline)) void multiply_half(Tiles& tiles, RunRows& rows, const 
         WholeNumbers<Runs>::convert(panel + ahead * Runs::kBytes, half, numbers[ahead % kRing]);
     }
     if (const int64_t last = run - kRunsBehind; last >= 0) {
-      const Scale* at = (const Scale*)(panel + last * Runs::kBytes) + half * kLanes;
-      const Floats scale = load(at);
+      const char* at = panel + last * Runs::kBytes;
+      const Floats scale = Runs::scale(panel, at, half);
       Floats minimum = scale * -WholeNumbers<Runs>::kExcess;
-      if constexpr (Runs::kHasMinima) minimum += load(at + kPanel);
+      if constexpr (Runs::kHasMinima) minimum += Runs::minimum(at, half);
       minimum *= kRunUnit;
       const float *sums = rows.sums_of_tiles[last % kRing], *row_sums = rows.row_sums(last);
 #pragma GCC unroll 16

@@ -18,6 +18,7 @@ constexpr int kStep = sizeof(Element) == 2 ? 2 : 1;  // depth that is multiplied
 // Bytes lie as [depth / 4][32 outputs][4], nibbles as [depth / 8][32 outputs][4 bytes]: of eight neighbours the first
 // four in the lower halves of the bytes. Four lie in the order 0, 2, 1, 3, so that pairs are 16 bits apart. Of five
 // bits the highest ones of a run lie before its nibbles, a word for each output: of even elements, then of odd ones.
+// Codes of 4-bit floats (e2m1) lie as nibbles do, those of 8-bit floats (e4m3) as bytes do.
 enum Kind : int64_t {
   kPlain,                // ELEMENTs, as products.h describes
   kBytes,                // one run as deep as the panel: sums are multiplied with its float scales
@@ -27,7 +28,16 @@ enum Kind : int64_t {
   kNibblesFloatScales,   // runs of 32: float scales and minima
   kFiveBitsHalfScales,   // runs of 32: float16 scales and minima
   kFiveBitsFloatScales,  // runs of 32: float scales and minima
+  kNibblesHalfZeros,     // runs of 32: float16 scales and zero points
+  kFloat4,               // runs of 32: half of their scales, as bfloat16
+  kFloat4OfSixteen,      // runs of 16: the same, to be multiplied with a float scale of each output before all runs
+  kFloat8,               // one run as deep as the panel, after its float scales
+  kFloat8OfMany,         // runs of 128: float scales
+  kFloat8OfFew,          // runs of 32: float scales
 };
+
+// Whether a kind's values are whole numbers or become them.
+inline bool is_whole(int64_t kind) { return kind != kPlain && kind < kFloat8; }
 
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);  // of the kind kBytes
 
@@ -114,7 +124,7 @@ inline Floats unit_of(Floats scale) {
 // Runs of the kinds, of kBytes bytes each; of the kind kBytes the four that lie together. `panel` is where they begin.
 
 struct PlainBytes {
-  static constexpr int64_t kRun = 4, kBytes = kRun * kPanel;
+  static constexpr int64_t kRun = 4, kBytes = kRun * kPanel, kHeader = kScaleBytes;
 
   static void widen(const char* panel, const char* run, Element* to) {
     for (int half = 0; half < 2; ++half) {
@@ -131,7 +141,10 @@ template <class ScaleOfRun, int kLength>
 struct ScaledBytes {
   using Scale = ScaleOfRun;
   static constexpr int64_t kRun = kLength, kScales = kPanel * sizeof(Scale), kBytes = kScales + kPanel * kRun;
-  static constexpr bool kHasMinima = false;
+  static constexpr int64_t kHeader = 0;
+  static constexpr bool kHasMinima = false, kHasCodes = false, kIsWhole = true;
+
+  static Floats scale(const char*, const char* run, int half) { return load((const Scale*)run + half * kLanes); }
 
   static void widen(const char*, const char* run, Element* to) {
     for (int half = 0; half < 2; ++half) {
@@ -150,18 +163,25 @@ inline Floats lowest_five(Words words, Words highest) {
   return __builtin_convertvector((Ints)((words & 15u) | (highest & 1u) << 4), Floats);
 }
 
-template <class ScaleOfRun, bool kHasFive>
+template <class ScaleOfRun, bool kHasFive, bool kHasZeros = false>
 struct Nibbles {
   using Scale = ScaleOfRun;
-  static constexpr bool kHasMinima = true, kFive = kHasFive;
+  static constexpr bool kHasMinima = true, kHasCodes = false, kIsWhole = true, kFive = kHasFive;
+  static constexpr int64_t kHeader = 0;
   static constexpr int kOfWord = 8;
   static constexpr int64_t kRun = 32, kScales = 2 * kPanel * sizeof(Scale), kHighest = kFive ? kPanel * kRun / 8 : 0;
   static constexpr int64_t kBytes = kScales + kHighest + kPanel * kRun / 2;
 
-  static void widen(const char*, const char* run, Element* to) {
+  static Floats scale(const char*, const char* run, int half) { return load((const Scale*)run + half * kLanes); }
+
+  static Floats minimum(const char* run, int half) {
+    const Floats stored = load((const Scale*)run + kPanel + half * kLanes);
+    return kHasZeros ? -stored * scale(nullptr, run, half) : stored;
+  }
+
+  static void widen(const char* panel, const char* run, Element* to) {
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = load((const Scale*)run + half * kLanes);
-      const Floats minimum = load((const Scale*)run + kPanel + half * kLanes);
+      const Floats scale = Nibbles::scale(panel, run, half), minimum = Nibbles::minimum(run, half);
       Words words, highest = {};
       if (kFive) std::memcpy(&highest, run + kScales + half * sizeof(highest), sizeof(highest));
       const auto value = [&](int i) {  // of a word's eight
@@ -178,6 +198,89 @@ struct Nibbles {
   }
 };
 
+// Twice the numbers of the 4-bit floats whose codes are the lowest four bits of each lane.
+inline Floats doubled_float4(Words words) {
+#ifdef __AVX512F__
+  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  return (Floats)_mm512_permutexvar_ps((__m512i)words, numbers);
+#else
+  return (Floats)((words & 7u) << 22 | (words & 8u) << 28) * 0x1p127f;  // the exponent's bias is 1
+#endif
+}
+
+// The same as bytes, 128 more: of codes in the bytes of each lane.
+inline Words float4_bytes(Words codes) {
+#ifdef __AVX512BW__
+  const __m512i table = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(-128, -127, -126, -125, -124, -122, -120, -116, -128, 127, 126, 125, 124, 122, 120, 116));
+  return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
+#else
+  constexpr uint8_t kTable[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
+  uint8_t bytes[sizeof(codes)];
+  std::memcpy(bytes, &codes, sizeof(codes));
+  for (uint8_t& byte : bytes) byte = kTable[byte];
+  std::memcpy(&codes, bytes, sizeof(codes));
+  return codes;
+#endif
+}
+
+template <int kLength>
+struct Float4 {
+  static constexpr bool kHasMinima = false, kHasCodes = true, kIsWhole = true;
+  static constexpr int kOfWord = 8;
+  static constexpr int64_t kRun = kLength, kScales = kPanel * sizeof(bfloat16), kBytes = kScales + kPanel * kRun / 2;
+  static constexpr int64_t kHeader = kRun == 16 ? kScaleBytes : 0;
+
+  static Floats scale(const char* panel, const char* run, int half) {
+    const Floats of_run = load((const bfloat16*)run + half * kLanes);
+    return kHeader > 0 ? of_run * load((const float*)panel + half * kLanes) : of_run;
+  }
+
+  static void widen(const char* panel, const char* run, Element* to) {
+    for (int half = 0; half < 2; ++half) {
+      const Floats scale = Float4::scale(panel, run, half);
+      Words words;
+      const auto value = [&](int i) {
+        return doubled_float4(words >> (place_of_four(i % 4) * 8 + i / 4 * 4)) * scale;
+      };
+      for (int k = 0; k < kRun; k += kOfWord) {
+        std::memcpy(&words, run + kScales + k / 2 * kPanel + half * sizeof(words), sizeof(words));
+        for (int i = 0; i < kOfWord; i += kStep)
+          store_step(to + (k + i) * kPanel + half * kStep * kLanes, value(i), value(i + kStep - 1));
+      }
+    }
+  }
+};
+
+// A length of 0: the panel is one run.
+template <int kLength>
+struct Float8 {
+  static constexpr bool kHasMinima = false, kHasCodes = true, kIsWhole = false;
+  static constexpr int64_t kRun = kLength > 0 ? kLength : 4, kScales = kLength > 0 ? kScaleBytes : 0;
+  static constexpr int64_t kBytes = kScales + kPanel * kRun, kHeader = kLength > 0 ? 0 : kScaleBytes;
+
+  static Floats scale(const char* panel, const char* run, int half) {
+    return load((const float*)(kLength > 0 ? run : panel) + half * kLanes);
+  }
+
+  static void widen(const char* panel, const char* run, Element* to) {
+    constexpr uint32_t kBits = 0x87f00000;  // sign, and exponent and mantissa of a float, with a bias of 7
+    for (int half = 0; half < 2; ++half) {
+      const Floats scale = Float8::scale(panel, run, half);
+      for (int64_t k = 0; k < kRun; k += 4) {
+        Words words;
+        std::memcpy(&words, run + kScales + k * kPanel + half * sizeof(words), sizeof(words));
+        const auto value = [&](int i) {
+          const Ints first = (Ints)(words << (24 - 8 * place_of_four(i)));
+          return (Floats)((Words)(first >> 4) & kBits) * 0x1p120f * scale;
+        };
+        for (int i = 0; i < 4; i += kStep)
+          store_step(to + (k + i) * kPanel + half * kStep * kLanes, value(i), value(i + kStep - 1));
+      }
+    }
+  }
+};
+
 // Calls `use` with a kind's runs.
 template <class Use>
 inline void with_runs(int64_t kind, const Use& use) {
@@ -188,6 +291,12 @@ inline void with_runs(int64_t kind, const Use& use) {
     case kNibblesHalfScales: return use(Nibbles<float16, false>{});
     case kNibblesFloatScales: return use(Nibbles<float, false>{});
     case kFiveBitsHalfScales: return use(Nibbles<float16, true>{});
+    case kNibblesHalfZeros: return use(Nibbles<float16, false, true>{});
+    case kFloat4: return use(Float4<32>{});
+    case kFloat4OfSixteen: return use(Float4<16>{});
+    case kFloat8: return use(Float8<0>{});
+    case kFloat8OfMany: return use(Float8<128>{});
+    case kFloat8OfFew: return use(Float8<32>{});
     default: return use(Nibbles<float, true>{});
   }
 }
@@ -195,7 +304,7 @@ inline void with_runs(int64_t kind, const Use& use) {
 // A quantised panel, widened step by step in memory that the thread's next panel overwrites.
 class WidePanel {
  public:
-  WidePanel(int64_t kind, const char* panel, int64_t depth) : kind_(kind), panel_(panel), from_(panel), left_(depth) {
+  WidePanel(int64_t kind, const char* panel, int64_t depth) : kind_(kind), panel_(panel), from_(panel), depth_(depth) {
     if (depth == 0) return;
     static thread_local std::unique_ptr<Line[]> memory;
     static thread_local int64_t size = 0;
@@ -204,17 +313,15 @@ class WidePanel {
       memory.reset(new Line[size * sizeof(Element) / sizeof(Line)]);
     }
     first_ = to_ = (Element*)memory.get();
-    if (kind == kBytes) from_ += kScaleBytes;
+    with_runs(kind, [this](auto runs) { from_ += decltype(runs)::kHeader; });
   }
 
   const Element* elements() const { return first_; }
 
   // The next `depth` elements of each output, in whole runs, or the remaining ones.
   void widen(int64_t depth) {
-    depth = std::min(depth, left_);
-    if (depth == 0) return;
-    left_ -= depth;
-    with_runs(kind_, [&](auto runs) { widen_runs<decltype(runs)>(depth); });
+    wanted_ = std::min(wanted_ + depth, depth_);
+    if (widened_ < wanted_) with_runs(kind_, [this](auto runs) { widen_runs<decltype(runs)>(); });
   }
 
  private:
@@ -224,8 +331,8 @@ class WidePanel {
 
   // Not inline: the compiler would mix its registers with those of the tiles' loop.
   template <class Runs>
-  __attribute__((noinline)) void widen_runs(int64_t depth) {
-    for (int64_t k = 0; k < depth; k += Runs::kRun, from_ += Runs::kBytes, to_ += Runs::kRun * kPanel) {
+  __attribute__((noinline)) void widen_runs() {
+    for (; widened_ < wanted_; widened_ += Runs::kRun, from_ += Runs::kBytes, to_ += Runs::kRun * kPanel) {
       fetch(from_, Runs::kBytes);
       Runs::widen(panel_, from_, to_);
     }
@@ -233,7 +340,7 @@ class WidePanel {
 
   int64_t kind_;
   const char *panel_, *from_;
-  int64_t left_;
+  int64_t depth_, wanted_ = 0, widened_ = 0;
   Element *first_ = nullptr, *to_ = nullptr;
 };
 
