@@ -12,7 +12,7 @@ from typing import Any
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, model_source, take_model_argument
 from nanovllm.config import DEVICE_DEFAULTS
 from nanovllm.features.costs.cost_model import StepWork
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.models.sizes import QUANTISED_BYTES, ModelSizes, read_sizes
 from nanovllm.models.source import find, is_gguf
 from nanovllm.tools.simulate.calibration import Calibration
@@ -67,10 +67,10 @@ def _fit(options: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**engine_options(options))
     calibration = _calibration(options.calibration)
     source = find(model_source(options.model), needs_tokenizer=False, revision=config.revision)
-    if config.quantization is not None and is_gguf(source):
+    if config.quantization in QUANTISED_ON_LOAD and is_gguf(source):
         raise ValueError(f"{options.model} is a GGUF file, and its weights are quantised. Leave --quantization out.")
-    sizes = read_sizes(source, dtype=config.dtype, quantization=config.quantization)
     device, available = _memory(config)
+    sizes = read_sizes(source, dtype=config.dtype, quantization=config.quantization, device=device)
     cache_bytes = _cache_bytes(config, sizes, device, available)
     speed = None if calibration is None else _Speed(calibration, sizes, options.model, config)
     max_num_seqs = config.max_num_seqs or DEVICE_DEFAULTS[device].max_num_seqs
@@ -171,9 +171,10 @@ def _about(model: str, sizes: ModelSizes, device: str, available: int, cache_byt
     place = "GPU" if device == "cuda" else "machine"
     windows = sorted({window for window, _ in sizes.kv_layers if window})
     kept = f", of the last {', '.join(f'{window:,}' for window in windows)} tokens in some layers" if windows else ""
+    stored = f" in memory, {_gigabytes(sizes.stored_bytes)} in files ({sizes.stored})" if sizes.stored else ""
     return [
         f"{model}: {sizes.architecture}{count}, {sizes.dtype}",
-        f"weights       {_gigabytes(sizes.weight_bytes)}",
+        f"weights       {_gigabytes(sizes.weight_bytes)}{stored}",
         f"KV per token  {sizes.kv_token_bytes:,} bytes in {len(sizes.kv_layers)} layers{kept}",
         f"memory        {_gigabytes(available)} are available on this {place}",
         f"KV cache      {_gigabytes(max(0, cache_bytes))}; kv_cache_memory_bytes sets another size",

@@ -15,6 +15,7 @@ from nanovllm.features.extras import MissingLibraryError
 from nanovllm.models.default_model import DEFAULT_MODEL, default_folder
 from nanovllm.models.gguf.config import read_config, refuse_types
 from nanovllm.models.gguf.file import GGUFFile, is_first_part, parts_of
+from nanovllm.models.quantised.stored_config import checkpoint_of
 from nanovllm.models.source import WEIGHT_PATTERNS
 
 DESCRIPTION = "List the models of this machine: the embedded default and those in the cache of the Hugging Face hub."
@@ -114,6 +115,8 @@ def _listed(name: str, folder: Path, size: int, state: str = READY) -> ListedMod
         state = "no config.json: not a transformers model"
         return ListedModel(name, size, None, None, state, str(folder))
     text = config.get("text_config") or config
+    if (checkpoint := checkpoint_of(config)) is not None:
+        state = f"{state}: {checkpoint}" if checkpoint.is_read else f"in a format that is not read: {checkpoint}"
     missing = [path for path in _shards(folder) if not path.exists()]
     if missing:
         state = f"incomplete, {missing[0].name} is missing: it is fetched at its next use"

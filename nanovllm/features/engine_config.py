@@ -14,7 +14,7 @@ from nanovllm.config import documented, integer, matching, one_of, option, real,
 from nanovllm.features import option_checks
 from nanovllm.features.extras import check_extra, check_parts
 from nanovllm.features.option_checks import MIN_GOAL_S, weights
-from nanovllm.features.refusals import RAY, REPLICAS, TENSOR_PARALLEL, check_options
+from nanovllm.features.refusals import RAY, REPLICAS, TENSOR_PARALLEL, check_options, refuse
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.speculation_options import DRAFT_MODEL, NUM_SPECULATIVE_TOKENS, SPECULATION, check_speculation
 
@@ -22,7 +22,8 @@ logger = logging.getLogger("nanovllm")
 
 RETIRED_BACKEND = "flash"  # runs as "flex" until 0.4
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
-QUANTIZATIONS = ("int8", "int4", "fp8")
+QUANTISED_ON_LOAD = ("int8", "int4", "fp8")
+QUANTIZATIONS = ("auto", "keep", "dequantize", *QUANTISED_ON_LOAD)
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
 PolicyKind = str  # its flag tells it by the policy's methods
@@ -201,11 +202,9 @@ class _InOrder:
     )
     quantization: str | None = option(
         None,
-        '"int8" or "int4" weights on a CPU, quantised as the model is loaded. None: as they are.',
+        'weights of a quantised checkpoint: "keep" them so, or "dequantize" them as they are loaded; "auto", the '
+        'default, keeps those that have kernels here. "int8" or "int4" quantises weights on a CPU as they are loaded.',
         check=partial(one_of, choices=QUANTIZATIONS),
-        refused={
-            TENSOR_PARALLEL: "quantised weights are a CPU's, of one process. Use data_parallel_size, or leave it out."
-        },
     )
     exact_activations: bool = option(False, "15 bits for activations where a CPU multiplies quantised weights with 8.")
     revision: str | None = option(None, "branch, tag or commit of a hub model.", check=option_checks.string)
@@ -231,6 +230,8 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
             logger.warning("attention_backend='flash' is retired and runs as 'flex'; leave it out")
             object.__setattr__(self, "attention_backend", "flex")
         plain_config.EngineConfig.__post_init__(self)
+        if self.quantization == "auto":
+            object.__setattr__(self, "quantization", None)
         for mode in (REPLICAS, TENSOR_PARALLEL):
             if getattr(self, mode) != 1:
                 check_options(self, mode)
@@ -249,3 +250,9 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
             for name in names:
                 if getattr(self, name) and getattr(self, needed) == default:
                     raise ValueError(f"{name} is {getattr(self, name)!r}, but {error}")
+        if self.tensor_parallel_size > 1 and self.quantization not in (None, "dequantize"):
+            refuse(
+                "quantization", TENSOR_PARALLEL,
+                f"ranks share plain weights, not those of {self.quantization!r}. Set it to 'dequantize', use "
+                "data_parallel_size, or leave it out.",
+            )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.utils import cached_file
 from nanovllm.errors import UnsupportedModelError
 
 NUM_ROWS = 256  # whole panels of the kernels, and more logits than any rehearsed option reads
+Reader = Callable[[Any], tuple[Any, dict[str, Any]]]  # class of the library -> (model, report of its load)
 _LAST_TOKEN = {"lasttoken", "pooling_mode_lasttoken"}  # the old and the new name of sentence-transformers
 
 
@@ -27,18 +29,19 @@ def is_headless(model: Any) -> bool:
     return getattr(model, "is_headless", False)
 
 
-def load_headless(config: Any, source: str, **options: Any) -> tuple[Any, dict[str, Any]] | None:
+def load_headless(config: Any, source: str, read: Reader, **options: Any) -> tuple[Any, dict[str, Any]] | None:
     """The model and the report of its load, if `config` names a family's base and no head is stored; else None.
 
     Args:
-        options: arguments of `from_pretrained`, with output_loading_info.
+        read: loads a class of the library.
+        options: arguments of `from_pretrained`, for other files.
 
     Raises UnsupportedModelError for one that pools otherwise than by the last token.
     """
     base_class = MODEL_MAPPING.get(type(config), None)
     if getattr(base_class, "__name__", "") not in (getattr(config, "architectures", None) or ())[:1]:
         return None
-    base, info = base_class.from_pretrained(source, config=config, **options)
+    base, info = read(base_class)
     model = with_stand_in(base)
     name = base_class.__name__
     if model is None and not info["unexpected_keys"]:

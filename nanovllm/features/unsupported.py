@@ -106,6 +106,11 @@ REASONS = {
         "Load its unquantised weights, or dequantise them (the quantisation config's dequantize=True) before passing "
         "the module.",
     ),
+    "quantised format": Reason(
+        "has quantised weights in a format that is not read here",
+        "Take its unquantised weights, a GGUF file, or a checkpoint of compressed-tensors, FP8, MXFP4, FBGEMM or "
+        "ModelOpt, which are dequantised as they are loaded.",
+    ),
     "scales by row": Reason(
         "scales queries by their place in the row (attn_temperature_tuning)",
         "Set max_num_batched_tokens and max_model_len below the place from which the scale changes.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
 from nanovllm.models.source import is_gguf
 
@@ -29,7 +29,7 @@ def check_exact_activations(config: EngineConfig, source: str | None, device: st
     elif config.enforce_eager:
         reason = "enforce_eager is True"
         remedy = "drop enforce_eager"
-    elif config.quantization is None and not is_gguf(source):
+    elif config.quantization not in QUANTISED_ON_LOAD and (config.quantization == "dequantize" or not is_gguf(source)):
         reason = f"the weights of {source} are not quantised"
         remedy = "set quantization='int8' or 'int4'"
     else:

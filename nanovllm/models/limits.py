@@ -11,6 +11,7 @@ from nanovllm.config import first_field, positions_of
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models.exact_activations import check_exact_activations
+from nanovllm.models.quantised.stored_config import check_contradiction, checkpoint_of
 from nanovllm.models.source import is_gguf
 
 
@@ -35,7 +36,10 @@ def check_limits(config: Any, options: EngineConfig) -> None:
 
 
 def check_stored_limits(source: str, options: EngineConfig) -> None:
-    """As `check_limits`, for a config on disk: of a folder, GGUF file or cached hub model; skipped if there is none."""
+    """As `check_limits`, for a config on disk: of a folder, GGUF file or cached hub model; skipped if there is none.
+
+    An option about quantised weights that contradicts the config is refused too.
+    """
     if options.exact_activations:
         check_exact_activations(options, source)
     if is_gguf(source):
@@ -57,5 +61,7 @@ def check_stored_limits(source: str, options: EngineConfig) -> None:
         except ValueError as error:
             raise ModelLoadError(f"the model {source!r} could not be loaded: {path} is not JSON: {error}") from None
     if isinstance(found, dict):
+        if not is_gguf(source):
+            check_contradiction(source, checkpoint_of(found), options.quantization)
         text = found.get("text_config")
         check_limits(SimpleNamespace(**(text if isinstance(text, dict) else found)), options)

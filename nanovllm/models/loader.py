@@ -20,8 +20,8 @@ from transformers.utils import logging as transformers_logging
 from nanovllm.defaults import LoadedModel, device_of
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.chat.chat import with_chat_template
-from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.headless import load_headless, with_stand_in
+from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
+from nanovllm.features.headless import Reader, load_headless, with_stand_in
 from nanovllm.features.states.state_layers import LAYER_TYPES
 from nanovllm.features.unsupported import attending_layers, unsupported
 from nanovllm.models import hub
@@ -29,6 +29,8 @@ from nanovllm.models.added_tokens import added_tokens_option
 from nanovllm.models.exact_activations import check_exact_activations
 from nanovllm.models.limits import check_limits, check_stored_limits
 from nanovllm.models.mistakes import name_mistake, name_tensors
+from nanovllm.models.quantised.loading import dequantising, folder_of, keeping
+from nanovllm.models.quantised.stored_config import checkpoint_of, keeps
 from nanovllm.models.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
 
 
@@ -70,12 +72,19 @@ def load_weights(source: str, config: EngineConfig) -> LoadedModel:
     """Load a model without its tokenizer from a folder, file or hub id."""
     device = device_of(config)
     module = load_module(source, config, device).to(device).eval()
-    return LoadedModel(module, None, is_live=False, identity=identity_of(source, config))
+    return LoadedModel(module, None, is_live=False, identity=identity_of(source, config, module))
 
 
-def identity_of(source: str, config: EngineConfig) -> str:
-    """Identity of a model's weights, for the seed of block hashes."""
-    return ":".join(filter(None, (source, _commit_of(source, config), config.quantization)))
+def identity_of(source: str, config: EngineConfig, module: nn.Module | None = None) -> str:
+    """Identity of a model's weights, for the seed of block hashes: weights that are kept quantised are others.
+
+    Args:
+        module: the loaded model.
+    """
+    form = config.quantization if config.quantization in QUANTISED_ON_LOAD else None
+    if form is None and module is not None and any(hasattr(part, "quantised_parts") for part in module.modules()):
+        form = "kept"
+    return ":".join(filter(None, (source, _commit_of(source, config), form)))
 
 
 def _commit_of(source: str, config: EngineConfig) -> str | None:
@@ -98,23 +107,20 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
 
         with _no_progress_bars():
             return loading.load_module(source, config, device, is_sharded=is_sharded)
-    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     _check_device(config, device)
     with load_errors(f"the model {source!r}", source):
         model_config = AutoConfig.from_pretrained(source, **options)
     text_config = model_config.get_text_config(decoder=True)
     attending_layers(_name_of(model_config), text_config, LAYER_TYPES)  # refuses layers of unknown types
     check_limits(text_config, config)  # defaults of the config's class included
-    if not _reads_quantised(model_config, config, device, is_sharded=is_sharded):
-        _refuse_quantised(model_config)
+    is_kept = keeps(source, model_config, config.quantization, device.type, is_sharded=is_sharded)
+    read = _reader(source, model_config, config, options, is_kept=is_kept)
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        found = load_headless(model_config, source, dtype=dtype, **options)
-        module, info = found or model_class.from_pretrained(source, config=model_config, dtype=dtype, **options)
+        module, info = load_headless(model_config, source, read, **options) or read(model_class)
     if info["missing_keys"] or info["mismatched_keys"]:  # the library fills them with random numbers and only warns
         name_tensors(source, info)
-    if config.quantization is not None:
+    if config.quantization in QUANTISED_ON_LOAD:
         from nanovllm.models.quantised.on_load import quantise_model
 
         with torch.inference_mode(False):
@@ -132,11 +138,44 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
                 f"quantization is 'fp8', which is for GPUs of capability 8.9 and later, but {reason}. Leave it out, or "
                 "set 'int8' on a CPU."
             )
-    elif config.quantization is not None and device.type != "cpu":
+    elif config.quantization in QUANTISED_ON_LOAD and device.type != "cpu":
         raise ValueError(
             f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
             "Leave it out, set 'fp8', or set device='cpu'."
         )
+
+
+def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[str, Any], *, is_kept: bool) -> Reader:
+    """What reads a model of a class of the library, with the report of its load; nothing is read yet.
+
+    Args:
+        is_kept: weights of a quantised checkpoint stay so, or are dequantised where they have no layout.
+
+    Raises UnsupportedModelError for quantised weights that cannot be dequantised, and ModelLoadError for damaged ones.
+    """
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    checkpoint = checkpoint_of(model_config)
+
+    def dequantising_reader() -> Reader:
+        assert checkpoint is not None
+        if not checkpoint.is_read:
+            raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
+        with load_errors(f"the model {source!r}", source):
+            folder = folder_of(source, options)
+        return dequantising(source, folder, model_config, checkpoint, config, options)
+
+    def read_kept(model_class: Any) -> tuple[Any, dict[str, Any]]:
+        try:
+            return keeping(model_class, source, model_config, dtype=dtype, **options)
+        except UnsupportedModelError:  # tensors of no layout, before any weight is read
+            if config.quantization == "keep":
+                raise
+            return dequantising_reader()(model_class)
+
+    if checkpoint is None:
+        return lambda model_class: model_class.from_pretrained(source, dtype=dtype, **options)
+    return read_kept if is_kept else dequantising_reader()
 
 
 def part_of_another(config: Any) -> Any:
@@ -147,41 +186,6 @@ def part_of_another(config: Any) -> Any:
     model_class = getattr(transformers, _name_of(config), None)
     is_own = getattr(model_class, "config_class", None) is type(config)
     return model_class if is_own and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING else None
-
-
-def _reads_quantised(model_config: Any, config: EngineConfig, device: torch.device, *, is_sharded: bool) -> bool:
-    """Let `transformers` read a quantised checkpoint through `models/quantised/reader.py`, if that can and keeps it."""
-    stored = getattr(model_config, "quantization_config", None)
-    if not stored or device.type != "cpu" or is_sharded:
-        return False
-    from nanovllm.models.quantised.checkpoint import settings_of
-    from nanovllm.models.quantised.reader import can_read, config_to_keep
-
-    if not can_read(settings := settings_of(stored)):
-        return False
-    model_config.quantization_config = config_to_keep(settings, keeps=config.quantization is None)
-    return True
-
-
-def _refuse_quantised(config: Any) -> None:
-    """Refuse quantised weights before gigabytes are read; raises UnsupportedModelError.
-
-    Weights that the library dequantises at load, for lack of kernels or by their config, are accepted.
-    """
-    quantisation = getattr(config, "quantization_config", None)
-    if not quantisation:
-        return
-    settings = quantisation if isinstance(quantisation, dict) else vars(quantisation)
-    detail = f"quant_method {str(settings.get('quant_method'))!r}"
-    try:
-        from transformers.quantizers.auto import AutoHfQuantizer
-
-        quantizer = AutoHfQuantizer.from_config(quantisation, pre_quantized=True)
-        quantizer.validate_environment(device_map=None, weights_only=True)
-    except Exception as error:  # whatever a method lacks on this machine
-        raise unsupported("quantised weights", _name_of(config), f"{detail}; {str(error)[:200]}") from error
-    if not getattr(quantizer.quantization_config, "dequantize", False):
-        raise unsupported("quantised weights", _name_of(config), detail)
 
 
 def _name_of(config: Any) -> str:

@@ -11,6 +11,7 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.ranks.ranks import Ranks
 from nanovllm.features.ranks.sharding import plan_shards, shard_model
 from nanovllm.models import loader
+from nanovllm.models.quantised.stored_config import keeps
 from nanovllm.models.rank_guard import RankGuard
 from nanovllm.models.source import is_gguf
 
@@ -22,7 +23,7 @@ def load_sharded(source: str, tokenizer: Any, config: EngineConfig, ranks: Ranks
     head = shard_model(module, ranks)
     module = module.to(ranks.device).eval()
     guard.check()
-    identity = loader.identity_of(source, config)
+    identity = loader.identity_of(source, config, module)
     tokenizer = None if ranks.rank > 0 else loader.load_tokenizer(source, tokenizer, config)
     return loader.LoadedModel(module, tokenizer, is_live=False, identity=identity, head=head)
 
@@ -37,6 +38,9 @@ def check_shards(source: str, config: EngineConfig) -> None:
             model_config: Any = config_of(source)
         else:
             model_config = AutoConfig.from_pretrained(source, **options)
+            keeps(source, model_config, config.quantization, config.device, is_sharded=True)
+            if getattr(model_config, "quantization_config", None) is not None:  # dequantised before it is sharded
+                del model_config.quantization_config
         own_class = loader.part_of_another(model_config)
         if own_class is None:
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 from nanovllm.config import positions_of
 from nanovllm.errors import ModelLoadError
+from nanovllm.models.headers import read_headers
+from nanovllm.models.quantised.stored_config import Checkpoint, checkpoint_of, keeps
 from nanovllm.models.source import WEIGHT_PATTERNS, is_gguf
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 QUANTISED_BYTES = {"int8": 1.0, "int4": 20 / 32, "fp8": 1.0}  # a weight, scales included
 WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -25,7 +25,8 @@ class ModelSizes:
     """Sizes of a model in memory.
 
     num_weights: parameters; 0 for a GGUF file.
-    weight_bytes: bytes of the weights in `dtype`; for a GGUF file, its bytes on disk.
+    weight_bytes: bytes of the weights in memory, in `dtype` or quantised; for a GGUF file, its bytes on disk.
+    stored: format and bits of a quantised checkpoint; empty for plain weights. stored_bytes: bytes of its files.
     kv_layers: (window or chunk in tokens, None for full attention; bytes per token) of each layer with its own K and V.
     """
 
@@ -35,6 +36,8 @@ class ModelSizes:
     weight_bytes: int
     max_position_embeddings: int
     kv_layers: tuple[tuple[int | None, int], ...]
+    stored: str = ""
+    stored_bytes: int = 0
 
     @property
     def kv_token_bytes(self) -> int:
@@ -45,16 +48,17 @@ class ModelSizes:
         return sum(num_bytes * min(num_tokens, window or num_tokens) for window, num_bytes in self.kv_layers)
 
 
-def read_sizes(source: str, *, dtype: str = "auto", quantization: str | None = None) -> ModelSizes:
+def read_sizes(source: str, *, dtype: str = "auto", quantization: str | None = None, device: str = "cpu") -> ModelSizes:
     """The sizes of a folder, a GGUF file, or a hub model in the cache.
 
     Args:
         dtype, quantization: options of `EngineConfig` of these names; "auto" is the checkpoint's dtype.
+        device: type of the device, by which a quantised checkpoint is kept or dequantised.
 
     Raises ModelLoadError for a hub model that is not in the cache, and for damaged files.
     """
     if is_gguf(source):
-        return _sizes_of_gguf(source, dtype)
+        return _sizes_of_gguf(source, dtype, quantization)
     folder = Path(source)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -65,8 +69,10 @@ def read_sizes(source: str, *, dtype: str = "auto", quantization: str | None = N
         folder = Path(cached).parent
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config") or config
-    counts = _stored_weights(folder)
-    if not counts:
+    checkpoint = checkpoint_of(config)
+    is_kept = keeps(source, config, quantization, device)
+    num_weights, stored_bytes, kept = _stored_weights(source, folder, checkpoint)
+    if not num_weights:
         raise ModelLoadError(
             f"{folder} has no weights ({' or '.join(WEIGHT_PATTERNS)}). Fetch it: nanovllm pull {source}"
         )
@@ -75,22 +81,29 @@ def read_sizes(source: str, *, dtype: str = "auto", quantization: str | None = N
             text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
         )
         dtype = dtype if dtype in DTYPE_BYTES else "float32"
-    num_weights = sum(counts.values())
     each = QUANTISED_BYTES.get(quantization or "", DTYPE_BYTES[dtype])
     name = next(iter(config.get("architectures") or ()), str(config.get("model_type")))
     layers = kv_layers(text, DTYPE_BYTES[dtype])
-    return ModelSizes(name, dtype, num_weights, math.ceil(num_weights * each), _positions(text), layers)
+    stored = "" if checkpoint is None else str(checkpoint)
+    num_kept, kept_bytes = kept if is_kept else (0, 0)
+    num_bytes = kept_bytes + math.ceil((num_weights - num_kept) * each)
+    return ModelSizes(name, dtype, num_weights, num_bytes, _positions(text), layers, stored, stored_bytes)
 
 
-def _sizes_of_gguf(source: str, dtype: str) -> ModelSizes:
+def _sizes_of_gguf(source: str, dtype: str, quantization: str | None) -> ModelSizes:
     from nanovllm.models.gguf.config import read_config
     from nanovllm.models.gguf.file import open_gguf, parts_of
 
-    config = read_config(open_gguf(source))
+    file = open_gguf(source)
+    config = read_config(file)
     dtype = "bfloat16" if dtype == "auto" else dtype
     num_bytes = sum(part.stat().st_size for part in parts_of(Path(source).expanduser()))
     layers = kv_layers(config, DTYPE_BYTES[dtype])
-    return ModelSizes(config["architectures"][0], dtype, 0, num_bytes, _positions(config), layers)
+    name = config["architectures"][0]
+    if quantization == "dequantize":
+        num_weights = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
+        return ModelSizes(name, dtype, num_weights, num_weights * DTYPE_BYTES[dtype], _positions(config), layers)
+    return ModelSizes(name, dtype, 0, num_bytes, _positions(config), layers)
 
 
 def _positions(config: Mapping[str, Any]) -> int:
@@ -101,21 +114,23 @@ def _positions(config: Mapping[str, Any]) -> int:
     return positions_of(_Config()) or 2048
 
 
-def _stored_weights(folder: Path) -> Counter[str]:
-    """Number of weights by stored dtype; pickles count as float16."""
-    counts: Counter[str] = Counter()
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            try:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-            except (ValueError, OverflowError, MemoryError):
-                raise ModelLoadError(f"{path} is damaged: its header is not JSON.") from None
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                counts[tensor["dtype"]] += math.prod(tensor["shape"])
-    if not counts:
-        counts["F16"] = sum(path.stat().st_size for path in folder.glob("*.bin")) // STORED_BYTES["F16"]
-    return +counts
+def _stored_weights(source: str, folder: Path, checkpoint: Checkpoint | None) -> tuple[int, int, tuple[int, int]]:
+    """(weights, bytes in files, (weights, bytes) that can stay quantised) of a folder; pickles are taken for float16.
+
+    Raises MissingLibraryError for quantised weights whose library is missing, and ModelLoadError for damaged files.
+    """
+    if checkpoint is not None and checkpoint.is_read:
+        from nanovllm.models.quantised.dequantised import StoredWeights  # imports torch
+
+        weights = StoredWeights(source, folder, checkpoint)
+        return weights.num_weights, weights.num_stored_bytes, weights.kept
+    headers = read_headers(folder)
+    num_weights = sum(tensor.num_elements for tensor in headers.values())
+    num_bytes = sum(tensor.num_bytes for tensor in headers.values())
+    if not headers:
+        num_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
+        num_weights = num_bytes // DTYPE_BYTES["float16"]
+    return num_weights, num_bytes, (0, 0)
 
 
 def kv_layers(config: Mapping[str, Any], dtype_bytes: int) -> tuple[tuple[int | None, int], ...]:

@@ -14,6 +14,7 @@ from nanovllm.models.gguf import loading
 from nanovllm.models.gguf.config import generation_defaults
 from nanovllm.models.gguf.file import GGUFFile
 from nanovllm.models.gguf.tokenizer import build_tokenizer
+from nanovllm.models.quantised.blocks import QuantisedLinear
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 
@@ -301,10 +302,17 @@ def test_options_that_contradict_a_file_are_refused(whole, options, words):
         LLM(whole, tokenizer=loading.load_tokenizer(str(whole)), **OPTIONS, **options)
 
 
-def test_tensor_parallel_ranks_and_gpus_get_plain_weights(whole):
+@pytest.mark.parametrize(
+    "device, is_sharded, option",
+    [("cuda", False, None), ("cpu", True, None), ("cpu", False, "dequantize"), ("cpu", False, "keep")],
+)
+def test_gpus_ranks_and_who_asks_get_plain_weights(whole, device, is_sharded, option):
+    config = EngineConfig(quantization=option)
+    model = loading.load_module(str(whole), config, torch.device(device), is_sharded=is_sharded)
+    kinds = {type(model.get_submodule(f"model.layers.0.mlp.{name}_proj")) for name in ("up", "down")}
+    assert kinds == {QuantisedLinear if option == "keep" else torch.nn.Linear}
 
-    for device, is_sharded in ((torch.device("cuda"), False), (torch.device("cpu"), True)):
-        model = loading.load_module(str(whole), EngineConfig(), device, is_sharded=is_sharded)
-        assert all(
-            type(model.get_submodule(f"model.layers.0.mlp.{name}_proj")) is torch.nn.Linear for name in ("up", "down")
-        )
+
+def test_blocks_cannot_be_kept_on_a_gpu(whole):
+    with pytest.raises(ValueError, match="quantization is 'keep', but blocks of a GGUF file have kernels for a CPU"):
+        loading.load_module(str(whole), EngineConfig(quantization="keep"), torch.device("cuda"), is_sharded=False)

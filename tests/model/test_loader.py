@@ -76,7 +76,7 @@ def test_a_folder_is_looked_up_before_any_hub_id(saved, monkeypatch):
         assert len(answers(llm)) == 3
 
 
-@pytest.mark.parametrize("method", ["gptq", "one of a later release"])
+@pytest.mark.parametrize("method", ["aqlm", "one of a later release"])
 def test_a_quantised_checkpoint_is_refused_before_its_weights_are_read(saved, tmp_path, monkeypatch, method):
     folder = tmp_path / "quantised"
     shutil.copytree(saved, folder)
@@ -84,7 +84,9 @@ def test_a_quantised_checkpoint_is_refused_before_its_weights_are_read(saved, tm
     config["quantization_config"] = {"quant_method": method, "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
-    with pytest.raises(UnsupportedModelError, match=f"LlamaForCausalLM has quantised weights.*{method}.*dequantise"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"LlamaForCausalLM has quantised weights.*{method}.*compressed-tensors"
+    ):
         LLM(folder)
 
 

@@ -155,7 +155,7 @@ def test_kv_of_other_weights_is_of_another_prefix(folder):
 
 
 def test_what_cannot_be_quantised_is_refused_by_name(folder, monkeypatch):
-    with pytest.raises(ValueError, match="quantization is 'fp4'; it must be one of int8, int4, fp8"):
+    with pytest.raises(ValueError, match="quantization is 'fp4'; it must be one of auto, keep, dequantize, int8, int4"):
         LLM(folder, quantization="fp4")
     with pytest.raises(ValueError, match="a loaded module is its owner's"):
         LLM(tiny_model(), quantization="int8")

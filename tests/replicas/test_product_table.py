@@ -444,7 +444,7 @@ ELSEWHERE = {
         "engine_process": "test_engine_process", "policies": "test_policies",
         "a policy that cannot be pickled": "test_policies",
         "prefix_cache_dir": "test_rank_tiers", "answer_params": "test_server_structured",
-        "structured_output": "test_tensor_parallel",
+        "structured_output": "test_tensor_parallel", "quantization": "test_dequantised",
         "draft_model": "test_drafts_on_ranks", "a Drafter that cannot be pickled": "test_drafts_on_ranks",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
         "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",

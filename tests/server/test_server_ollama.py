@@ -228,6 +228,9 @@ def test_facts_of_files(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"12345")
     facts = model_facts(tmp_path)
     assert (facts.format, facts.family, facts.size, facts.quantization) == ("safetensors", "qwen3", 5, "BF16")
+    config = {"model_type": "qwen3", "dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert model_facts(tmp_path).quantization == "FP8"
     (tmp_path / "tiny-Q4_K_M.gguf").write_bytes(b"1234")
     facts = model_facts(tmp_path / "tiny-Q4_K_M.gguf")
     assert (facts.format, facts.size, facts.quantization) == ("gguf", 4, "Q4_K_M")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -93,3 +96,13 @@ def cached(folder, cache, name="own/tiny"):
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(COMMIT)
     return cache
+
+
+def generate_once(model, cache, endpoint, *flags):
+    """The command that fetches a model of a hub into a cache and generates one token, run to its end."""
+    variables = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    arguments = ["generate", "one", "--raw", "--max-tokens", "1", "--enforce-eager", "--max-model-len", "64"]
+    return subprocess.run(
+        [sys.executable, "-m", "nanovllm.cli", *arguments, "--model", model, *flags],
+        env=os.environ | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip

@@ -9,9 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -28,6 +25,7 @@ _COMPRESSED = {
     "ct-int8-channel": ("W8A8", "int-quantized"),
     "ct-w4a16": ("W4A16", "pack-quantized"),
     "ct-w4a16-asym": ("W4A16_ASYM", "pack-quantized"),
+    "ct-w3a16": ("W3A16", "pack-quantized"),
     "ct-w8a16": ("W8A16", "pack-quantized"),
     "ct-nvfp4": ("NVFP4A16", "nvfp4-pack-quantized"),
     "ct-nvfp4-a4": ("NVFP4", "nvfp4-pack-quantized"),
@@ -40,7 +38,7 @@ _FP8 = {
     "fp8-tensor": {"quant_method": "fp8", "weight_block_size": None, "scale_fmt": "float"},
     "mxfp8": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
 }
-LLAMA_FORMS = (*_COMPRESSED, *_FP8)
+LLAMA_FORMS = (*(form for form in _COMPRESSED if form != "ct-w3a16"), *_FP8)
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
 
 
@@ -85,7 +83,7 @@ def save_quantised(folder, form, model=None, *, is_quantised=lambda name: True):
     """
     folder = Path(folder)
     (small_llama() if model is None else model).save_pretrained(folder)
-    scheme, settings = _settings_of(form)
+    scheme, settings = settings_of(form)
 
     def quantised(name, tensor):
         module = name.removesuffix(".weight")
@@ -119,6 +117,9 @@ def save_mxfp4(folder):
 
 def compressed(weight, scheme):
     """The tensors of a weight [out_features, in_features] by `compressed-tensors`, by the ends of their names."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
     arguments = scheme.weights
     weight = weight.float()
     least, largest = _ranges(weight, arguments)
@@ -148,6 +149,9 @@ def _ranges(weight, arguments):
 
 
 def _scheme(preset, form):
+    # Not at the top: machines with a GPU may lack it, and read what transformers writes.
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+
     if isinstance(preset, str):
         scheme = preset_name_to_scheme(preset, ["Linear"])
     else:
@@ -156,7 +160,7 @@ def _scheme(preset, form):
     return scheme
 
 
-def _settings_of(form):
+def settings_of(form):
     """(scheme of `compressed-tensors` or None, the config's quantization_config) of a form."""
     if form in _FP8:
         return None, _FP8[form] | {"activation_scheme": "dynamic", "fmt": "e4m3"}

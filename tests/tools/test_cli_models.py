@@ -46,6 +46,16 @@ def listed(capsys):
     return {found["name"]: found for found in map(json.loads, capsys.readouterr().out.splitlines())}
 
 
+def test_quantised_models_are_listed_with_their_format(hub, capsys):
+    for name, settings in (("fp8", {"quant_method": "fp8"}), ("gptq", {"quant_method": "gptq", "bits": 4})):
+        snapshot = save_tiny(cache_model(hub, f"own/{name}"))
+        config = json.loads((snapshot / "config.json").read_text())
+        (snapshot / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    found = listed(capsys)
+    assert found["own/fp8"]["state"] == "ready: fp8, 8 bits"
+    assert found["own/gptq"]["state"] == "in a format that is not read: gptq, 4 bits"
+
+
 def test_what_the_cache_holds_is_listed_with_its_state(hub, capsys):
     found = listed(capsys)
     files = [name for name in found if name.endswith(".gguf")]

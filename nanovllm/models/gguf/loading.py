@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.models.exact_activations import check_exact_activations
 from nanovllm.models.gguf.file import open_gguf
 from nanovllm.models.gguf.tokenizer import build_tokenizer
@@ -21,11 +21,12 @@ logger = logging.getLogger("nanovllm")
 def load_module(source: str, config: EngineConfig, device: torch.device, *, is_sharded: bool) -> Any:
     """Load the file's model on the CPU.
 
-    Weights stay in blocks only for an unsharded CPU engine: a GPU has no kernels for them, and a shard could cut one.
+    Weights stay in blocks for an unsharded CPU engine, unless they are to be dequantised: a GPU has no kernels for
+    them, and a shard could cut one.
 
     Raises ModelLoadError and UnsupportedModelError, and ValueError for options that contradict a GGUF file.
     """
-    if config.quantization is not None:
+    if config.quantization in QUANTISED_ON_LOAD:
         raise ValueError(
             f"quantization is {config.quantization!r}, but a GGUF file's weights are quantised as they are in it. "
             "Leave quantization out."
@@ -35,7 +36,13 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     file = open_gguf(source)
     if config.exact_activations:
         check_exact_activations(config, source, device.type)
-    keeps_blocks = device.type == "cpu" and not is_sharded
+    keeps_blocks = device.type == "cpu" and not is_sharded and config.quantization != "dequantize"
+    if config.quantization == "keep" and not keeps_blocks:
+        raise ValueError(
+            f"quantization is 'keep', but blocks of a GGUF file have kernels for a CPU alone, in one process, "
+            f"and the device is {device}. "
+            "Set it to 'dequantize', leave it out, or set device='cpu'."
+        )
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
     try:
         with torch.inference_mode(False):

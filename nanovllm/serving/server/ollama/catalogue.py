@@ -19,6 +19,7 @@ from starlette.responses import Response
 from nanovllm.errors import ModelLoadError
 from nanovllm.features.sampling_params import EmbeddingParams
 from nanovllm.models.default_model import DEFAULT_MODEL, default_folder
+from nanovllm.models.quantised.stored_config import checkpoint_of
 from nanovllm.models.sizes import read_sizes
 from nanovllm.models.source import is_gguf
 from nanovllm.serving.server.answers.answer_format import template_text
@@ -78,11 +79,13 @@ def model_facts(model: str | os.PathLike[str]) -> ModelFacts:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     dtype = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    checkpoint = checkpoint_of(config)
+    plain = dtype.get(config.get("dtype", config.get("torch_dtype")), "")
     return ModelFacts(
         "safetensors",
         str(config.get("model_type", "")),
         size,
-        dtype.get(config.get("dtype", config.get("torch_dtype")), ""),
+        plain if checkpoint is None else checkpoint.method.upper(),
         _num_weights(path),
     )
 
