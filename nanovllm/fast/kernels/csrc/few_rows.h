@@ -22,7 +22,7 @@ constexpr int kRunOfRows = 32;  // a row's depth is a multiple
 // Up to kFewRows rows as integers: 128 * high + low, times the row's scale.
 struct IntegerRow {
   const int8_t *high, *low;   // [depth], in the order of panels
-  const int32_t* sums;        // [depth / 16], of as many neighbours
+  const int32_t *sums, *excess_of_16, *excess_of_32;  // of 16 neighbours; -128 times those of as many
   int32_t high_sum, low_sum;  // of all
   float scale;
 };
@@ -53,13 +53,17 @@ inline Floats joined_planes(const float* at) {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
+// Signed bytes are multiplied as unsigned ones that are 128 more. (A row that is not finite has any sum.)
+inline int32_t excess_of(int32_t sum_of_row) { return (int32_t)(-128u * (uint32_t)sum_of_row); }
+
 class IntegerRows {
  public:
   IntegerRow rows[kFewRows > 0 ? kFewRows : 1];
   float scales[kFewRows > 0 ? kFewRows : 1];
 
   void fill(const Element* from, int count, int64_t depth) {
-    const int64_t plane = (depth + 63) / 64 * 64, num_bytes = plane * 2 + depth / 16 * (int64_t)sizeof(int32_t);
+    const int64_t plane = (depth + 63) / 64 * 64, parts = depth / 16;
+    const int64_t num_bytes = plane * 2 + (2 * parts + parts / 2) * (int64_t)sizeof(int32_t);
     const int64_t stride = (num_bytes + 63) / 64 * 64;
     if (size_ < stride * count) {
       size_ = stride * count;
@@ -67,7 +71,8 @@ class IntegerRows {
     }
     for (int i = 0; i < count; ++i) {
       int8_t* at = memory_[0].bytes + i * stride;
-      rows[i] = {at, at + plane, (const int32_t*)(at + 2 * plane), 0, 0, 0};
+      const int32_t* of_parts = (const int32_t*)(at + 2 * plane);
+      rows[i] = {at, at + plane, of_parts, of_parts + parts, of_parts + 2 * parts, 0, 0, 0};
       fill_row(from + i * depth, depth, at, plane, rows[i]);
       scales[i] = rows[i].scale;
     }
@@ -94,7 +99,10 @@ class IntegerRows {
     for (int64_t at = 0; at < depth; at += kLanes) {
       const Floats shifted = (Floats)_mm512_fmadd_ps((__m512)load(from + at), inverse, _mm512_set1_ps(kRounding));
       const Ints whole = (Ints)shifted - 0x4b400000;
-      sums[at / kLanes] = _mm512_reduce_add_epi32((__m512i)whole);
+      const int64_t part = at / kLanes, num_parts = depth / kLanes;
+      sums[part] = _mm512_reduce_add_epi32((__m512i)whole);
+      sums[num_parts + part] = excess_of(sums[part]);
+      if (part % 2 == 1) sums[2 * num_parts + part / 2] = excess_of(sums[part - 1] + sums[part]);
       high_sums += whole >> 7, low_sums += whole & 127;
       const Eight high = __builtin_convertvector(whole >> 7, Eight), low = __builtin_convertvector(whole & 127, Eight);
       store_in_order(high, to + at), store_in_order(low, to + plane + at);
@@ -157,9 +165,9 @@ template <class Runs>
 inline EightBytes eight_bytes(const char* run, int k, int half) {
   if constexpr (Runs::kHasCodes) {
     const __m512i words = _mm512_loadu_si512(run + Runs::kScales + k / 2 * kPanel + half * 64);
-    const __m512i lowest = _mm512_set1_epi8(15);
-    const auto bytes = [=](__m512i codes) { return (__m512i)float4_bytes((Words)_mm512_and_si512(codes, lowest)); };
-    return {bytes(words), bytes(_mm512_srli_epi16(words, 4))};
+    // The table repeats each 16 bytes: the instruction reads six bits of an index, two more than a code's.
+    return {_mm512_permutexvar_epi8(words, float4_table()),
+            _mm512_permutexvar_epi8(_mm512_srli_epi16(words, 4), float4_table())};
   } else if constexpr (!Runs::kHasMinima) {
     const char* from = run + Runs::kScales + k * kPanel + half * 64;
     return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 4 * kPanel)};
@@ -177,9 +185,6 @@ inline EightBytes eight_bytes(const char* run, int k, int half) {
   }
 }
 
-// Signed bytes are multiplied as unsigned ones that are 128 more. (A row that is not finite has any sum.)
-inline int32_t excess_of(int32_t sum_of_row) { return (int32_t)(128u * (uint32_t)sum_of_row); }
-
 template <class Runs, int kRows>
 void multiply_few_runs(const char* panel, int64_t depth, const IntegerRow* rows, float* sums) {
   constexpr int kSums = Runs::kRun / kLanes;
@@ -190,6 +195,11 @@ void multiply_few_runs(const char* panel, int64_t depth, const IntegerRow* rows,
   for (int64_t run = 0; run < depth / Runs::kRun; ++run, panel += Runs::kBytes) {
     fetch(panel, Runs::kBytes);
     RunSums of_run[kRows][2];
+    if constexpr (!Runs::kHasMinima)
+      for (int i = 0; i < kRows; ++i) {
+        const int32_t* excess = kSums == 1 ? rows[i].excess_of_16 : rows[i].excess_of_32;
+        of_run[i][0].low = of_run[i][1].low = _mm512_set1_epi32(excess[run]);
+      }
     for (int k = 0; k < Runs::kRun; k += 8)
       for (int half = 0; half < 2; ++half) {
         const auto [first, second] = eight_bytes<Runs>(panel, k, half);
@@ -200,22 +210,23 @@ void multiply_few_runs(const char* panel, int64_t depth, const IntegerRow* rows,
         }
       }
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = Runs::scale(first_of_panel, panel, half);
+      const Floats scale = Runs::scale_of_run(panel, half);
       for (int i = 0; i < kRows; ++i) {
-        int32_t sum_of_row = 0;
-        for (int part = 0; part < kSums; ++part) sum_of_row += rows[i].sums[run * kSums + part];
         Floats& total = totals[i][half];
+        total = add_run(total, of_run[i][half].whole(), scale);
         if constexpr (Runs::kHasMinima) {
-          total = add_run(total, of_run[i][half].whole(), scale);
+          int32_t sum_of_row = 0;
+          for (int part = 0; part < kSums; ++part) sum_of_row += rows[i].sums[run * kSums + part];
           total = add_run(total, Ints{} + sum_of_row, Runs::minimum(panel, half));
-        } else {
-          total = add_run(total, of_run[i][half].whole() - excess_of(sum_of_row), scale);
         }
       }
     }
   }
   for (int i = 0; i < kRows; ++i)
-    for (int half = 0; half < 2; ++half) store(sums + i * kPanel + half * kLanes, totals[i][half] * rows[i].scale);
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (Runs::kHeader > 0) totals[i][half] *= load((const float*)first_of_panel + half * kLanes);
+      store(sums + i * kPanel + half * kLanes, totals[i][half] * rows[i].scale);
+    }
 }
 
 // Sums for the kind kBytes: integers, in the order of joined_planes().
@@ -236,8 +247,8 @@ void multiply_whole_bytes(const char* panel, int64_t depth, const IntegerRow* ro
       float* to = sums + i * kPanel + half * kLanes;
       const __m512i high_excess = _mm512_set1_epi32(excess_of(rows[i].high_sum));
       const __m512i low_excess = _mm512_set1_epi32(excess_of(rows[i].low_sum));
-      _mm512_storeu_si512(to, _mm512_sub_epi32(of_row[i][half].high, high_excess));
-      _mm512_storeu_si512(to + kRowsOfSums * kPanel, _mm512_sub_epi32(of_row[i][half].low, low_excess));
+      _mm512_storeu_si512(to, _mm512_add_epi32(of_row[i][half].high, high_excess));
+      _mm512_storeu_si512(to + kRowsOfSums * kPanel, _mm512_add_epi32(of_row[i][half].low, low_excess));
     }
 }
 

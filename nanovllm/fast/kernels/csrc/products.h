@@ -11,6 +11,7 @@
 
 #include "byte_rows.h"
 #include "byte_tiles.h"
+#include "float8_rows.h"
 #include "row_products.h"
 #include "run_tiles.h"
 #include "shares.h"
@@ -54,8 +55,8 @@ struct ProductRows {
 };
 
 // Kind of a panel's product: in vectors or matrix tiles of ELEMENT, or quantised (few_rows.h, run_tiles.h,
-// byte_tiles.h, byte_rows.h).
-enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes, kByBytes };
+// byte_tiles.h, byte_rows.h, float8_rows.h).
+enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes, kByBytes, kByFewFloats };
 
 inline bool takes_few_rows(int64_t kind, int64_t depth, int64_t num_rows) {
   const bool fits = depth % kRunOfRows == 0 && (kind != kBytes || depth <= kDeepestBytes);
@@ -67,6 +68,7 @@ inline Form form_of(int64_t kind, const ProductRows& rows, int64_t num_rows) {
   if (kind == kBytes && rows.planes != nullptr) return Form::kByPlanes;
   if (is_whole(kind) && rows.bytes != nullptr) return Form::kByBytes;
   if (takes_few_rows(kind, rows.depth, num_rows)) return Form::kByFewRows;
+  if (takes_few_floats(kind, rows.depth, num_rows) && !rows.is_tiled) return Form::kByFewFloats;
   if (suits && num_rows <= kRowsOfRuns && takes_runs(kind)) return Form::kByRuns;
   return suits ? Form::kByTiles : Form::kByVectors;
 }
@@ -219,6 +221,7 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
       };
       switch (form) {
         case Form::kByFewRows: multiply_few(kind, packed, depth, few_rows->rows, (int)num_rows, to); break;
+        case Form::kByFewFloats: multiply_few_floats(kind, packed, depth, rows.at, (int)num_rows, to); break;
         case Form::kByRuns: multiply_runs(kind, tiles, *run_rows, packed, to); break;
         case Form::kByPlanes:
           tiles.multiply_planes((int)unit, planes.tile(own.row), packed + kScaleBytes, depth, to, meanwhile);

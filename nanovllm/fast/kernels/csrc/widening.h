@@ -124,6 +124,7 @@ inline Floats unit_of(Floats scale) {
 // Runs of the kinds, of kBytes bytes each; of the kind kBytes the four that lie together. `panel` is where they begin.
 
 struct PlainBytes {
+  static constexpr bool kIsWhole = true;
   static constexpr int64_t kRun = 4, kBytes = kRun * kPanel, kHeader = kScaleBytes;
 
   static void widen(const char* panel, const char* run, Element* to) {
@@ -144,7 +145,8 @@ struct ScaledBytes {
   static constexpr int64_t kHeader = 0;
   static constexpr bool kHasMinima = false, kHasCodes = false, kIsWhole = true;
 
-  static Floats scale(const char*, const char* run, int half) { return load((const Scale*)run + half * kLanes); }
+  static Floats scale_of_run(const char* run, int half) { return load((const Scale*)run + half * kLanes); }
+  static Floats scale(const char*, const char* run, int half) { return scale_of_run(run, half); }
 
   static void widen(const char*, const char* run, Element* to) {
     for (int half = 0; half < 2; ++half) {
@@ -172,11 +174,12 @@ struct Nibbles {
   static constexpr int64_t kRun = 32, kScales = 2 * kPanel * sizeof(Scale), kHighest = kFive ? kPanel * kRun / 8 : 0;
   static constexpr int64_t kBytes = kScales + kHighest + kPanel * kRun / 2;
 
-  static Floats scale(const char*, const char* run, int half) { return load((const Scale*)run + half * kLanes); }
+  static Floats scale_of_run(const char* run, int half) { return load((const Scale*)run + half * kLanes); }
+  static Floats scale(const char*, const char* run, int half) { return scale_of_run(run, half); }
 
   static Floats minimum(const char* run, int half) {
     const Floats stored = load((const Scale*)run + kPanel + half * kLanes);
-    return kHasZeros ? -stored * scale(nullptr, run, half) : stored;
+    return kHasZeros ? -stored * scale_of_run(run, half) : stored;
   }
 
   static void widen(const char* panel, const char* run, Element* to) {
@@ -208,12 +211,18 @@ inline Floats doubled_float4(Words words) {
 #endif
 }
 
-// The same as bytes, 128 more: of codes in the bytes of each lane.
+#ifdef __AVX512BW__
+// The same as bytes, 128 more, by code, four times.
+inline __m512i float4_table() {
+  return _mm512_broadcast_i32x4(
+      _mm_setr_epi8(-128, -127, -126, -125, -124, -122, -120, -116, -128, 127, 126, 125, 124, 122, 120, 116));
+}
+#endif
+
+// The same of codes in the bytes of each lane.
 inline Words float4_bytes(Words codes) {
 #ifdef __AVX512BW__
-  const __m512i table = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(-128, -127, -126, -125, -124, -122, -120, -116, -128, 127, 126, 125, 124, 122, 120, 116));
-  return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
+  return (Words)_mm512_shuffle_epi8(float4_table(), (__m512i)codes);
 #else
   constexpr uint8_t kTable[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
   uint8_t bytes[sizeof(codes)];
@@ -231,8 +240,10 @@ struct Float4 {
   static constexpr int64_t kRun = kLength, kScales = kPanel * sizeof(bfloat16), kBytes = kScales + kPanel * kRun / 2;
   static constexpr int64_t kHeader = kRun == 16 ? kScaleBytes : 0;
 
+  static Floats scale_of_run(const char* run, int half) { return load((const bfloat16*)run + half * kLanes); }
+
   static Floats scale(const char* panel, const char* run, int half) {
-    const Floats of_run = load((const bfloat16*)run + half * kLanes);
+    const Floats of_run = scale_of_run(run, half);
     return kHeader > 0 ? of_run * load((const float*)panel + half * kLanes) : of_run;
   }
 
@@ -255,7 +266,7 @@ struct Float4 {
 // A length of 0: the panel is one run.
 template <int kLength>
 struct Float8 {
-  static constexpr bool kHasMinima = false, kHasCodes = true, kIsWhole = false;
+  static constexpr bool kHasMinima = false, kIsWhole = false;
   static constexpr int64_t kRun = kLength > 0 ? kLength : 4, kScales = kLength > 0 ? kScaleBytes : 0;
   static constexpr int64_t kBytes = kScales + kPanel * kRun, kHeader = kLength > 0 ? 0 : kScaleBytes;
 
