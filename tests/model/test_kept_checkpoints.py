@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,9 +17,10 @@ from nanovllm import LLM
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
-from nanovllm.models.quantised.blocks import QuantisedLinear
+from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
 from tests.support import quantised_checkpoints
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
+from tests.support.packed_columns import FORMS, save_columns
 from tests.support.quantised_checkpoints import LLAMA_FORMS, rewrite, save_quantised, small_llama
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="weights are kept quantised on a CPU alone")
@@ -210,3 +212,72 @@ def test_widths_without_a_kernel_are_dequantised_one_by_one_and_one_line_says_so
     assert all(torch.equal(module.weight, expected[name].weight) for name, module in own.items())
     lines = [record.message for record in caplog.records if "held dequantised" in record.message]
     assert lines == ["14 quantised weights are held dequantised: no kernel multiplies uint4 in runs of 16"]
+
+
+# ------------------------------------------------------------------------------------------------------ GPTQ and AWQ
+
+
+def parts_of(model):
+    """Quantised layers by the path of the plain one, with their weights in the order of its inputs."""
+    for name, module in model.named_modules():
+        if isinstance(module, SortedLinear):
+            weight = torch.empty(module.linear.out_features, module.linear.in_features)
+            weight[:, module.order] = module.linear.dequantise()
+            yield name, weight
+        elif isinstance(module, QuantisedLinear) and not name.endswith(".linear"):
+            yield name, module.dequantise()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_gptq_and_awq_are_kept_in_float16_as_their_readers_compute_them(form, tmp_path):
+    folder, expected = save_columns(tmp_path, form)
+    kept = dict(parts_of(load(folder)))
+    assert kept.keys() == expected.keys() and len(kept) == 14
+    for name, weight in kept.items():
+        assert torch.equal(weight.half(), expected[name]), name
+    dequantised = load(folder, quantization="int8", dtype="float16")  # by way of plain weights
+    assert all(module.kind == "int8" for module in linears(dequantised).values())
+
+
+def test_the_converter_of_compressed_tensors_reads_the_same_awq_weights(tmp_path):
+    folder, expected = save_columns(tmp_path, "awq")
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in expected.items():
+        parts = (tensors[f"{name}.{suffix}"] for suffix in ("qweight", "scales", "qzeros"))
+        codes, scale, zeros = AutoAWQConverter()._convert_gemm_module(*parts)
+        spread = [each.repeat_interleave(128, dim=1) for each in (scale, zeros)]
+        assert torch.equal((codes.half() - spread[1].half()) * spread[0], weight), name
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_of_gptq_and_awq_are_those_of_the_dequantised_weights(form, tmp_path):
+    """With act-order the layers are not fused, but packed one by one."""
+    folder, _ = save_columns(tmp_path / "packed", form)
+    small_llama().save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    for name, weight in parts_of(load(folder, dtype="float32")):
+        plain.get_submodule(name).weight.data = weight
+    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS) as llm:
+        model = llm._engine.model_runner.binding.model
+        assert not any(module.blocks.numel() for module in model.modules() if isinstance(module, QuantisedLinear))
+        assert tokens(llm) == by_transformers(plain)
+
+
+BROKEN_COLUMNS = {
+    "groups": ("gptq act-order", "g_idx", lambda groups: groups.clamp(max=1), "g_idx: the inputs are not in 3 groups"),
+    "zeros": ("gptq", "qzeros", lambda zeros: zeros[:2], "qzeros has the shape [2, 32], but"),
+    "no zeros": ("awq", "qzeros", lambda zeros: None, "qweight, scales, but no qzeros"),
+    "another": ("awq", "qweight", lambda weight: weight[:, :31], "qweight has the shape [384, 31], but"),
+    "symmetric": ("gptq 8 bits", "qzeros", lambda zeros: zeros + 1, "qzeros holds zero points other than 128"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN_COLUMNS)
+def test_files_of_gptq_and_awq_that_contradict_themselves_are_refused(case, tmp_path):
+    form, suffix, change, message = BROKEN_COLUMNS[case]
+    folder, _ = save_columns(tmp_path, form)
+    broken(folder, f"{DOWN}.{suffix}", change)
+    with pytest.raises(ModelLoadError) as caught:
+        load(folder)
+    assert message in str(caught.value) and DOWN in str(caught.value)

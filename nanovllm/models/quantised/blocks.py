@@ -311,6 +311,24 @@ class QuantisedLinear(_Quantised):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
 
 
+class SortedLinear(nn.Module):
+    """A quantised layer whose inputs are sorted by their groups first (act-order).
+
+    No linear layer to kernels that fuse several; the layer in it is packed by itself.
+    """
+
+    order: Tensor
+
+    def __init__(self, linear: QuantisedLinear, order: Tensor) -> None:
+        super().__init__()
+        self.linear = linear
+        self.register_buffer("order", order)
+
+    def forward(self, states: Tensor) -> Tensor:
+        products: Tensor = self.linear(states.index_select(-1, self.order))
+        return products
+
+
 class QuantisedEmbedding(_Quantised):
     """An embedding with quantised rows, dequantised to `dtype` on lookup.
 

@@ -27,6 +27,8 @@ SUFFIXES = {
     ),
     "fp8": ("weight", "weight_scale_inv", "activation_scale"),
     "mxfp8": ("weight", "weight_scale_inv", "activation_scale"),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
 }  # fmt: skip
 _WORD = 32  # bits that packed integers share
@@ -78,6 +80,8 @@ def layout_of(settings: Mapping[str, Any], name: str, tensors: Tensors, width: i
         find = _of_packed_integers if tensors["weight_packed"].dtype == torch.int32 else _of_float4
     elif "weight_scale_2" in tensors:
         find = _of_float4
+    elif "qweight" in tensors:
+        find = _of_columns
     elif "weight" in tensors:
         find = _of_plain_values
     else:
@@ -161,7 +165,58 @@ def _order_of(name: str, suffix: str, tensors: Tensors, width: int, num_runs: in
     if (groups < 0).any() or len(counts) > num_runs or (counts != width // num_runs).any():
         raise ModelLoadError(f"{name}.{suffix}: the inputs are not in {num_runs} groups of {width // num_runs} each.")
     order = torch.argsort(groups.long(), stable=True)
-    return None if torch.equal(order, torch.arange(len(order))) else order
+    return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
+
+
+def _of_columns(settings: Mapping[str, Any], name: str, tensors: Tensors, width: int) -> Layout:
+    """Weights [width, num_rows]: GPTQ packs neighbours of a column in words, AWQ of a row, interleaved."""
+    is_awq = settings["quant_method"] == "awq"
+    bits = int(settings.get("bits") or settings.get("w_bit") or 4)
+    version = str(settings.get("version", "gemm")).lower()
+    if bits not in ((4,) if is_awq else (4, 8)) or (version != "gemm" and is_awq):
+        raise NoLayoutError(f"{settings['quant_method']} of {bits} bits{f', version {version}' if is_awq else ''}")
+    packed, packed_zeros, scales = _need(name, tensors, "qweight", "qzeros", "scales")
+    if scales.dim() != 2:
+        raise ModelLoadError(f"{name}.scales has {scales.dim()} dimensions, not 2.")
+    num_runs, rows = scales.shape
+    in_word = _WORD // bits
+    if rows % in_word or width % in_word:
+        raise NoLayoutError(f"{rows} x {width} integers of {bits} bits, which are not of whole words")
+    _check(name, "qweight", packed, (width, rows // in_word) if is_awq else (width // in_word, rows))
+    _check(name, "qzeros", packed_zeros, (num_runs, rows // in_word))
+    run = _run_of(name, "scales", width, num_runs)
+    order = _order_of(name, "g_idx", tensors, width, num_runs)
+    # The first version of GPTQ's files holds zero points less one.
+    offset = 0 if is_awq or settings.get("checkpoint_format") == "gptq_v2" else 1
+    is_symmetric = bits == 8 and settings.get("sym", True) is True
+
+    def zeros_of(given: Tensors) -> Tensor:
+        found = _unpacked(given["qzeros"], bits)
+        return ((_in_order(found) if is_awq else found) + offset).T
+
+    def blocks(given: Tensors) -> Tensor:
+        if is_awq:
+            values = as_nibbles(_in_order(_unpacked(given["qweight"], bits)).T)
+        else:
+            values = given["qweight"].T.contiguous().view(torch.uint8)
+        if order is not None:
+            values = values[:, order] if bits == 8 else as_nibbles(nibbles(values)[:, order])
+        zeros = None if is_symmetric else zeros_of(given)
+        return form.join(values ^ 128 if is_symmetric else values, given["scales"].T, zeros)
+
+    def fault(given: Tensors) -> str | None:
+        if is_symmetric and bool((zeros_of(given) != 128).any()):
+            return f"{name}.qzeros holds zero points other than 128, but the config says that there are none (sym)"
+        return None
+
+    values = "uint4" if bits == 4 else "int8" if is_symmetric else "uint8"
+    form = RowFormat(values, width, run, scales.dtype, has_zeros=not is_symmetric)
+    return Layout(form, rows, blocks, order, fault)
+
+
+def _in_order(codes: Tensor) -> Tensor:
+    """AWQ's eight outputs of a word in their order: it stores 0, 2, 4, 6, 1, 3, 5, 7."""
+    return codes.unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
 
 
 def _of_plain_values(settings: Mapping[str, Any], name: str, tensors: Tensors, width: int) -> Layout:

@@ -31,7 +31,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.models.quantised.blocks import QuantisedLinear
+from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
 from nanovllm.models.quantised.checkpoint import SUFFIXES, Layout, NoLayoutError, layout_of
 from nanovllm.models.quantised.rows import RowFormat
 
@@ -160,12 +160,13 @@ class _Reader(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self.faults:
             raise ModelLoadError(f"{self.faults[0]}.")
-        for name in list(self.kept):
+        for name, order in self.kept.items():
             path = name.rpartition(".")[0]
             module: Any = model.get_submodule(path)
             blocks = module.weight.data
             dtype = next((each.dtype for each in (module.bias,) if each is not None), model.dtype)
-            model.set_submodule(path, QuantisedLinear(self.planned[name], blocks, module.bias, dtype=dtype))
+            linear = QuantisedLinear(self.planned[name], blocks, module.bias, dtype=dtype)
+            model.set_submodule(path, linear if order is None else SortedLinear(linear, order))
         self.remove_quantization_config(model)
         return model
 

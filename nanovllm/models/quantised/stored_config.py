@@ -10,7 +10,7 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD
 
 # Methods whose weights stay quantised on a CPU, by `reader`, and those that are dequantised, by `widened`.
-KEPT_METHODS = ("compressed-tensors", "fp8", "mxfp8", "modelopt")
+KEPT_METHODS = ("compressed-tensors", "fp8", "mxfp8", "modelopt", "gptq", "awq")
 READ_METHODS = ("compressed-tensors", "fp8", "mxfp8", "fbgemm_fp8", "modelopt", "mxfp4")
 
 
