@@ -27,6 +27,7 @@ EXPERTS_NAME = "nanovllm"
 # The attribute of a model's config that selects our experts.
 EXPERTS = {"_experts_implementation_internal": EXPERTS_NAME}
 PACKED_EXPERTS = "nanovllm_packed_experts"  # attribute of a packed experts module, not of a live one
+KEPT_EXPERTS = "nanovllm_kept_experts"  # attribute of a module whose weights are quantised blocks
 
 
 def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def _by_operators(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     order, ends = torch.ops.nanovllm.sort_by_expert(expert_ids, module.num_experts, top_k)
     multiply = torch.ops.nanovllm.expert_products
     pairs = (expert_ids, order, ends, module.is_transposed)
-    rows = multiply(hidden_states, *_first_projection(module), *pairs, top_k)
+    rows = multiply(hidden_states, *first_projection(module), *pairs, top_k)
     rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
     rows = multiply(rows, module.down_proj, module.down_proj_bias if module.has_bias else None, *pairs, 0)
     if getattr(module, "has_post_expert_norm", False):  # older releases have none
@@ -131,9 +132,9 @@ class PackedExperts:
         self._module = module
         self._call = kernels.linear
         self._num_experts: int = module.num_experts
-        first, bias = _first_projection(module)
-        self._up = _ProductOfExperts(first, bias, module.is_transposed)
-        self._down = _ProductOfExperts(
+        first, bias = first_projection(module)
+        self._up: Any = _PlainProduct(first, bias, module.is_transposed)
+        self._down: Any = _PlainProduct(
             module.down_proj, module.down_proj_bias if module.has_bias else None, module.is_transposed
         )
 
@@ -152,25 +153,11 @@ class PackedExperts:
         return in_order.view(num_rows, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-class _ProductOfExperts:
-    """One projection of all experts, packed."""
+class ProductOfExperts:
+    """One projection of all experts, packed: a struct of each."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> None:
-        from nanovllm.fast.kernels.packed_product import ProductStruct, pack
-
-        by_output = weight.detach().transpose(1, 2) if is_transposed else weight.detach()
-        num_experts, self._num_outputs, depth = by_output.shape
-        self._weight = torch.stack([pack(expert) for expert in by_output.contiguous()])
-        self._bias = None if bias is None else bias.detach().contiguous()
-        self._structs = [
-            ProductStruct(
-                self._weight[expert].data_ptr(),
-                None if self._bias is None else self._bias[expert].data_ptr(),
-                self._num_outputs,
-                depth,
-            )
-            for expert in range(num_experts)
-        ]
+    _structs: list[Any]
+    _num_outputs: int
 
     def __call__(self, call: Any, rows: Tensor, counts: list[int]) -> Tensor:
         """[num_rows, num_outputs] from rows [num_rows, depth] sorted by expert; zero after the last expert's rows."""
@@ -190,7 +177,28 @@ class _ProductOfExperts:
         return output
 
 
-def _first_projection(module: Any) -> tuple[Tensor, Tensor | None]:
+class _PlainProduct(ProductOfExperts):
+    """One with plain weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> None:
+        from nanovllm.fast.kernels.packed_product import ProductStruct, pack
+
+        by_output = weight.detach().transpose(1, 2) if is_transposed else weight.detach()
+        num_experts, self._num_outputs, depth = by_output.shape
+        self._weight = torch.stack([pack(expert) for expert in by_output.contiguous()])
+        self._bias = None if bias is None else bias.detach().contiguous()
+        self._structs = [
+            ProductStruct(
+                self._weight[expert].data_ptr(),
+                None if self._bias is None else self._bias[expert].data_ptr(),
+                self._num_outputs,
+                depth,
+            )
+            for expert in range(num_experts)
+        ]
+
+
+def first_projection(module: Any) -> tuple[Tensor, Tensor | None]:
     name = "gate_up_proj" if module.has_gate else "up_proj"
     return getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
 
@@ -199,7 +207,7 @@ def can_pack_experts(module: Any, dtype: torch.dtype) -> bool:
     """Whether `PackedExperts` supports this module, for kernels of that dtype."""
     from nanovllm.fast.kernels.packed_product import PANEL
 
-    for weight in (_first_projection(module)[0], module.down_proj):
+    for weight in (first_projection(module)[0], module.down_proj):
         depth, num_outputs = weight.shape[1:] if module.is_transposed else weight.shape[:0:-1]
         if type(weight) is not nn.Parameter or weight.dtype != dtype or num_outputs % PANEL or depth % 2:
             return False
@@ -210,8 +218,10 @@ def pack_experts(model: nn.Module, kernels: Kernels) -> None:
     """Pack the experts of a model that is not live, and free plain weights that no other module shares."""
     owners = Counter(id(parameter) for module in modules_of(model) for parameter in module._parameters.values())
     for module in experts_of(model):
-        if can_pack_experts(module, kernels.dtype):
+        if (kept := vars(module).get(KEPT_EXPERTS)) is not None:
+            kept.pack(kernels)
+        elif can_pack_experts(module, kernels.dtype):
             vars(module)[PACKED_EXPERTS] = PackedExperts(module, kernels)
-            for weight in (_first_projection(module)[0], module.down_proj):
+            for weight in (first_projection(module)[0], module.down_proj):
                 if owners[id(weight)] == 1:
                     weight.data = weight.data.new_empty(0)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -17,11 +18,13 @@ from nanovllm import LLM
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
+from nanovllm.models.experts import KEPT_EXPERTS
 from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
+from nanovllm.models.quantised.kept_experts import KeptExperts
 from tests.support import quantised_checkpoints
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.packed_columns import FORMS, save_columns
-from tests.support.quantised_checkpoints import LLAMA_FORMS, rewrite, save_quantised, small_llama
+from tests.support.quantised_checkpoints import LLAMA_FORMS, rewrite, save_mxfp4, save_quantised, small_llama, small_moe
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="weights are kept quantised on a CPU alone")
 CPU = torch.device("cpu")
@@ -281,3 +284,103 @@ def test_files_of_gptq_and_awq_that_contradict_themselves_are_refused(case, tmp_
     with pytest.raises(ModelLoadError) as caught:
         load(folder)
     assert message in str(caught.value) and DOWN in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------------- experts
+
+MOE_FORMS = ("ct-fp8-channel", "ct-int8-channel", "ct-w4a16", "ct-nvfp4", "fp8-block", "mxfp4")
+# Experts that transformers 5.24 does not read (8-bit integers), or without their global scale (NVFP4).
+BY_PRODUCER = ("ct-int8-channel", "ct-nvfp4")
+
+
+def save_moe(folder, form):
+    """Experts in files one by one, or of GPT-OSS all of a layer together, by inputs and with biases."""
+    return save_mxfp4(folder) if form == "mxfp4" else save_quantised(folder, form, small_moe())
+
+
+def by_reference(folder, form, dtype=torch.bfloat16):
+    """The model that `transformers` dequantises, or of the weights that compressed-tensors does."""
+    if form not in BY_PRODUCER:
+        return by_library(folder, dtype)
+    scheme, _ = quantised_checkpoints._settings_of(form)
+    modules = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        modules.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = tensor
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    weights = {
+        f"{module}.weight": (compressor.decompress(parts, scheme) if len(parts) > 1 else parts)["weight"]
+        for module, parts in modules.items()
+    }
+    plain = folder.parent / "plain"
+    small_moe().save_pretrained(plain)
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).eval()
+
+
+def experts_of(model):
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module.__dict__.get(KEPT_EXPERTS), KeptExperts)
+    }
+
+
+def with_kept_weights(folder, form, own):
+    """A model of `transformers` in float32 with the weights of the kept ones."""
+    model = by_reference(folder, form, torch.float32)
+    for name, weight in parts_of(own):
+        model.get_submodule(name).weight.data = weight
+    for name, module in experts_of(own).items():
+        plain, kept = model.get_submodule(name), vars(module)[KEPT_EXPERTS]
+        for projection, product in (("gate_up_proj", kept._up), ("down_proj", kept._down)):
+            weight = torch.stack([linear.dequantise() for linear in product.linears])
+            getattr(plain, projection).data = weight.transpose(1, 2).contiguous() if plain.is_transposed else weight
+    return model
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("form", MOE_FORMS)
+def test_experts_stay_quantised_and_are_those_of_the_library(form, tmp_path):
+    folder = save_moe(tmp_path / "quantised", form)
+    own, library = load(folder), by_reference(folder, form)
+    assert len(experts_of(own)) == 2
+    stored = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    resident = sum(tensor.nbytes for tensor in [*own.parameters(), *own.buffers()])
+    assert resident <= 1.05 * stored
+    exact = with_kept_weights(folder, form, own)
+    for name, parameter in library.named_parameters():
+        assert torch.equal(exact.get_parameter(name).to(parameter.dtype), parameter), name
+    plain = load(folder, quantization="int8")  # dequantised first; experts are not quantised on load
+    for name, _ in experts_of(own).items():
+        expected = library.get_submodule(name).down_proj.bfloat16()
+        assert torch.equal(plain.get_submodule(name).down_proj, expected), name
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("form", MOE_FORMS)
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_of_experts_are_those_of_the_dequantised_weights(form, eager, tmp_path):
+    """Packed, and dequantised expert by expert where there are no kernels."""
+    folder = save_moe(tmp_path / "quantised", form)
+    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=eager, **OPTIONS) as llm:
+        found = experts_of(llm._engine.model_runner.binding.model)
+        assert [module.down_proj.numel() == 0 for module in found.values()] == [not eager] * 2
+        assert tokens(llm) == by_transformers(with_kept_weights(folder, form, load(folder, dtype="float32")))
+
+
+def test_experts_beside_plain_ones_are_held_dequantised_or_refused(tmp_path, caplog):
+    """The library does not tell which experts the tensors of a list are of: all have the same, or all are refused."""
+    folder = save_quantised(
+        tmp_path / "a", "ct-fp8-channel", small_moe(), is_quantised=lambda name: "up_proj" not in name
+    )
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        own = load(folder)
+    assert not experts_of(own) and any("join quantised and plain modules" in each.message for each in caplog.records)
+    for name, parameter in by_library(folder).named_parameters():
+        if "experts" in name:
+            assert torch.equal(own.get_parameter(name), parameter), name
+    save_quantised(tmp_path / "b", "ct-w4a16", small_moe(), is_quantised=lambda name: "experts.2.up" not in name)
+    with pytest.raises(
+        UnsupportedModelError, match=r"experts\.2\.up_proj: weight, other tensors than the experts before"
+    ):
+        load(tmp_path / "b")

@@ -29,6 +29,7 @@ SUFFIXES = {
     "mxfp8": ("weight", "weight_scale_inv", "activation_scale"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
+    "mxfp4": ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),
     "modelopt": ("weight", "weight_scale", "weight_scale_2", "input_scale"),
 }  # fmt: skip
 _WORD = 32  # bits that packed integers share
@@ -76,6 +77,8 @@ def layout_of(settings: Mapping[str, Any], name: str, tensors: Tensors, width: i
     """
     if tensors.keys() <= {"weight"}:
         return None
+    if (projection := next(iter(tensors)).rpartition("_")[0]) in ("gate_up_proj", "down_proj"):
+        return _of_expert_blocks(name, projection, tensors, width)
     if "weight_packed" in tensors:
         find = _of_packed_integers if tensors["weight_packed"].dtype == torch.int32 else _of_float4
     elif "weight_scale_2" in tensors:
@@ -217,6 +220,29 @@ def _of_columns(settings: Mapping[str, Any], name: str, tensors: Tensors, width:
 def _in_order(codes: Tensor) -> Tensor:
     """AWQ's eight outputs of a word in their order: it stores 0, 2, 4, 6, 1, 3, 5, 7."""
     return codes.unflatten(1, (-1, 8))[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
+
+
+def _of_expert_blocks(name: str, projection: str, tensors: Tensors, width: int) -> Layout:
+    """GPT-OSS's experts in MXFP4: blocks [num_experts, num_rows, num_runs, 16] bytes, and an exponent of each."""
+    packed, scales = _need(name, tensors, f"{projection}_blocks", f"{projection}_scales")
+    num_runs = width // _MXFP4_RUN
+    rows = math.prod(scales.shape[:-1])
+    _check(name, f"{projection}_blocks", packed, (*scales.shape[:-1], num_runs, _MXFP4_RUN // 2))
+    _check(name, f"{projection}_scales", scales, (*scales.shape[:-1], num_runs))
+    if width % _MXFP4_RUN or packed.dtype != torch.uint8 or scales.dtype != EXPONENTS:
+        raise NoLayoutError(f"{width} inputs in {packed.dtype} with scales in {scales.dtype}")
+    form = RowFormat("float4", width, _MXFP4_RUN, EXPONENTS)
+
+    def blocks(given: Tensors) -> Tensor:
+        return form.join(
+            given[f"{projection}_blocks"].reshape(rows, -1), given[f"{projection}_scales"].reshape(rows, -1)
+        )
+
+    def fault(given: Tensors) -> str | None:
+        has_nan = bool((given[f"{projection}_scales"] == 255).any())
+        return f"{name}.{projection}_scales holds the exponent 255, which is no number" if has_nan else None
+
+    return Layout(form, rows, blocks, fault=fault)
 
 
 def _of_plain_values(settings: Mapping[str, Any], name: str, tensors: Tensors, width: int) -> Layout:

@@ -10,6 +10,7 @@ checkpoint's own, whose packages and devices reading does not need.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
 from nanovllm.models.quantised.checkpoint import SUFFIXES, Layout, NoLayoutError, layout_of
+from nanovllm.models.quantised.kept_experts import is_experts, keep_experts, projections_of
 from nanovllm.models.quantised.rows import RowFormat
 
 logger = logging.getLogger("nanovllm")
@@ -75,8 +77,9 @@ class _Reader(HfQuantizer):
         super().__init__(quantization_config, **options)
         self.settings = quantization_config.stored
         self.suffixes = SUFFIXES[self.settings["quant_method"]]
-        self.serialized_names = {"weight": [*self.suffixes]}
+        self.serialized_names = _names_by_parameter(self.suffixes)
         self.planned: dict[str, RowFormat] = {}  # parameters that stay quantised
+        self.changed: set[str] = set()  # parameters that the library makes of several otherwise than by joining rows
         self.kept: dict[str, Tensor | None] = {}  # those that are loaded, and the order of their inputs
         self.faults: list[str] = []  # raised after the load: the library turns errors in between into a long report
 
@@ -101,58 +104,72 @@ class _Reader(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> None:
         refused: dict[str, str] = {}
-        plain: Counter[str] = Counter()
+        reasons: dict[str, str | None] = {}
         for target, modules in self._modules_of(model, _headers(checkpoint_files)).items():
             layouts = self._layouts_of(model, target, modules, refused)
             forms = {layout.form for layout in layouts}
             if not forms:
                 continue
-            if not self.quantization_config.keeps:
-                continue
-            if (reason := _why_plain(model, target, forms)) is None:
-                self.planned[target] = forms.pop()
-            else:
-                plain[reason] += 1
+            are_all = len(layouts) == len(modules)
+            reasons[target] = _why_plain(model, target, forms) if are_all else "they join quantised and plain modules"
+            self.planned[target] = forms.pop()
+            if target in self.changed or any(layout.order is not None and len(modules) > 1 for layout in layouts):
+                reasons[target] = "the library changes them otherwise than by joining rows"
         if refused:
             first = "; ".join(f"{name}: {what}" for name, what in list(refused.items())[:_NAMED])
             raise UnsupportedModelError(
                 f"{len(refused)} quantised tensors are of no layout that is read: {first}. Set "
                 'quantization="dequantize".'
             )
-        for reason, count in plain.items():
-            logger.info("%d quantised weights are held dequantised: %s", count, reason)
+        for target in _halves(model, reasons):
+            reasons[target] = "the other projection of their experts is"
+        for target, reason in reasons.items():
+            if reason is not None or not self.quantization_config.keeps:
+                del self.planned[target]
+        if self.quantization_config.keeps:
+            for reason, count in Counter(filter(None, reasons.values())).items():
+                logger.info("%d quantised weights are held dequantised: %s", count, reason)
 
     def _modules_of(self, model: Any, headers: Mapping[str, Tensor]) -> dict[str, dict[str, dict[str, Tensor]]]:
         """Tensors by parameter of the model, module in the files, and last part of the name."""
         conversions = get_model_conversion_mapping(model, None, self)
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         parameters = model.state_dict()
         found: defaultdict[str, defaultdict[str, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
         for name, tensor in headers.items():
-            target, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
+            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
             module, _, suffix = name.rpartition(".")
             if target in parameters and suffix in self.suffixes:
                 found[target][module][suffix] = tensor
+                first, *_ = by_pattern[pattern].operations if pattern in by_pattern else (None,)
+                if not isinstance(first, _FillWeight) or not first.keeps:
+                    self.changed.add(target)
         return {target: dict(modules) for target, modules in found.items()}
 
     def _layouts_of(
         self, model: Any, target: str, modules: dict[str, dict[str, Tensor]], refused: dict[str, str]
     ) -> list[Layout]:
         shape = tuple(_parameter(model, target).shape)
+        width = _width(model, target)
         layouts = []
+        named: dict[str, set[str]] = {}
         for name, tensors in modules.items():
+            if named.setdefault(name.rpartition(".")[2], {*tensors}) != {*tensors}:
+                refused[name] = f"{', '.join(sorted(tensors))}, other tensors than the experts before it have"
+                continue
             try:
-                layout = layout_of(self.settings, name, tensors, shape[-1])
+                layout = layout_of(self.settings, name, tensors, width)
             except NoLayoutError as error:
                 refused[name] = str(error)
                 continue
             if layout is not None:
                 layouts.append(layout)
         rows = sum(layout.num_rows for layout in layouts)
-        if len(layouts) == len(modules) and rows * shape[-1] != _parameter(model, target).numel():
+        if len(layouts) == len(modules) and rows * width != math.prod(shape):
             raise ModelLoadError(
-                f"the quantised tensors of {next(iter(modules))} have {rows} rows of {shape[-1]} weights, but the "
+                f"the quantised tensors of {next(iter(modules))} have {rows} rows of {width} weights, but the "
                 f"config's {target} has the shape {list(shape)}. Take both from one revision."
             )
         return layouts
@@ -163,6 +180,11 @@ class _Reader(HfQuantizer):
         for name, order in self.kept.items():
             path = name.rpartition(".")[0]
             module: Any = model.get_submodule(path)
+            if is_experts(module):
+                forms = [f"{path}.{projection}" for projection in projections_of(module)]
+                if name == forms[0]:
+                    keep_experts(module, {each.rpartition(".")[2]: self.planned[each] for each in forms}, model.dtype)
+                continue
             blocks = module.weight.data
             dtype = next((each.dtype for each in (module.bias,) if each is not None), model.dtype)
             linear = QuantisedLinear(self.planned[name], blocks, module.bias, dtype=dtype)
@@ -202,27 +224,59 @@ class _FillWeight(ConversionOps):
     def _filled(self, name: str, tensors: dict[str, Tensor], model: Any) -> Tensor:
         reader = self.hf_quantizer
         parameter = _parameter(model, name)
-        layout = layout_of(reader.settings, name, tensors, parameter.shape[-1])
+        width = _width(model, name)
+        layout = layout_of(reader.settings, name, tensors, width)
         if layout is None:
             return tensors["weight"].to(parameter.dtype)
         if (fault := layout.fault(tensors)) is not None:
             reader.faults.append(fault)
         blocks = layout.blocks(tensors)
         order = layout.order
+        holds_all = parameter.numel() == layout.num_rows * width
         if name in reader.planned:
             reader.kept[name] = order
-            return blocks
-        weight = torch.empty(layout.num_rows, layout.form.width, dtype=parameter.dtype)
-        step = max(1, _ROWS_AT_ONCE // layout.form.width)
+            return blocks.unflatten(0, (len(parameter), -1)) if holds_all and parameter.dim() == 3 else blocks
+        weight = torch.empty(layout.num_rows, width, dtype=parameter.dtype)
+        step = max(1, _ROWS_AT_ONCE // width)
         for at in range(0, layout.num_rows, step):
             part = layout.form.weights(blocks[at : at + step]).to(parameter.dtype)
             weight[at : at + step, slice(None) if order is None else order] = part
-        return weight
+        if not holds_all or parameter.dim() == 2:
+            return weight
+        experts = weight.unflatten(0, (len(parameter), -1))
+        return experts if experts.shape == parameter.shape else experts.transpose(1, 2).contiguous()
 
 
 def _parameter(model: Any, name: str) -> Tensor:
     path, _, last = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(path), last)
+    return found
+
+
+def _width(model: Any, name: str) -> int:
+    """Inputs of the rows of a parameter, which may be stored by inputs."""
+    path = name.rpartition(".")[0]
+    parameter = _parameter(model, name)
+    by_inputs = parameter.dim() == 3 and getattr(model.get_submodule(path), "is_transposed", False)
+    return parameter.shape[-2 if by_inputs else -1]
+
+
+def _names_by_parameter(suffixes: tuple[str, ...]) -> dict[str, list[str]]:
+    """Last parts of names in files by the last part of the parameter that they make."""
+    projections = ("gate_up_proj", "down_proj")
+    named = {each: [suffix for suffix in suffixes if suffix.startswith(each)] for each in projections}
+    return {name: found for name, found in named.items() if found} or {"weight": [*suffixes]}
+
+
+def _halves(model: Any, reasons: dict[str, str | None]) -> list[str]:
+    """Parameters of experts that would stay quantised while the other projection does not."""
+    found = []
+    for target in [name for name, reason in reasons.items() if reason is None]:
+        path = target.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if is_experts(module):
+            both = [f"{path}.{projection}" for projection in projections_of(module)]
+            found += [target] if any(reasons.get(each, "plain") is not None for each in both) else []
     return found
 
 
@@ -234,7 +288,7 @@ def _why_plain(model: Any, target: str, forms: set[RowFormat]) -> str | None:
         return "they join modules of several layouts"
     if not (form := next(iter(forms))).has_kernel:
         return f"no kernel multiplies {form.values} in runs of {form.run}"
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear and not is_experts(module):
         return f"{type(module).__name__} is no linear layer"
     return None
 
