@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.fast.host.memory import HugePages
-from nanovllm.models.quantised.parts import QuantisedParts, join_parts
 
 LANES = 16  # elements per vector of the kernels
 PANEL = 2 * LANES  # adjacent outputs in a packed weight
@@ -152,8 +151,12 @@ def _by_fours(panels: Tensor) -> Tensor:
     return panels.unflatten(3, (-1, 4))[..., [0, 2, 1, 3]].permute(0, 2, 3, 1, 4)
 
 
-def pack_quantised(parts: QuantisedParts) -> tuple[Tensor, int]:
-    """Pack quantised rows: panels [num_panels, bytes] uint8, and their kind."""
+def pack_quantised(parts: Any) -> tuple[Tensor, int]:
+    """Pack quantised rows: panels [num_panels, bytes] uint8, and their kind.
+
+    Args:
+        parts: weight as of `models/quantised/parts.py`.
+    """
     values, scales, num_bits = parts.values, parts.scales, parts.num_bits
     depth = values.shape[1]
     num_runs = scales.shape[1]
@@ -223,7 +226,8 @@ def _panels_of_kinds(
             panels = pack(join([layer.weight.detach() for layer in layers])).flatten(1).view(torch.uint8)
             kind = 0
         else:
-            panels, kind = pack_quantised(join_parts([layer.quantised_parts() for layer in layers], join))
+            first, *others = (layer.quantised_parts() for layer in layers)
+            panels, kind = pack_quantised(first.joined(others, join))
         segments.append(panels.flatten())
         places += [(offset + number * panels.shape[1], kind) for number in range(len(panels))]
         offset += panels.numel()

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.fast.kernels.packed_product import PANEL, ProductStruct, pack, pack_quantised
-from nanovllm.models.quantised.parts import QuantisedParts
-from nanovllm.models.quantised.rows import EXPONENTS, RowFormat
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.cpp import Kernels
@@ -77,32 +75,50 @@ def _products(kernels: Kernels, generator: torch.Generator) -> Iterator[tuple[st
     for num_bits in (4, 5):
         for dtype in (torch.float16, torch.float32):
             yield from _quantised_products(kernels, generator, _Runs(num_bits, 32, dtype), 192)
-    for form in _ROW_FORMATS:
-        values = torch.randint(
-            0, 127, (2 * PANEL, form.value_bytes), generator=generator, dtype=torch.uint8, device="cpu"
-        )
-        values |= (torch.rand(values.shape, generator=generator, device="cpu") < 0.5).to(torch.uint8) << 7
-        values[:, 0] = 0
-        scales = torch.randint(1, 7, (2 * PANEL, form.num_runs), generator=generator, dtype=torch.uint8, device="cpu")
-        scales = scales + 120 if form.scales == EXPONENTS else (scales.float() / 8).to(form.scales)
-        zeros = torch.zeros_like(scales, dtype=torch.uint8) if form.has_zeros else None
-        if zeros is not None:
-            zeros[:, 1:] = 11
-        unit = torch.tensor([0.75], device="cpu") if form.unit else None
-        blocks = form.join(values, scales, zeros, unit)
-        name = f"products of {{}} by {form.name}"
-        yield from _packed_products(kernels, generator, form.parts(blocks), form.weights(blocks).double(), name)
+    for parts, weight, name in _coded_weights(generator):
+        yield from _packed_products(kernels, generator, parts, weight, f"products of {{}} by 256 {name}")
 
 
-# Formats of a checkpoint's rows, one for each kind of panels that no format above has.
-_ROW_FORMATS = (
-    RowFormat("uint4", 192, 32, torch.float16, has_zeros=True),
-    RowFormat("float4", 192, 32, EXPONENTS),
-    RowFormat("float4", 192, 16, torch.float8_e4m3fn, unit="times"),
-    RowFormat("float8", 192, 192, torch.float32),
-    RowFormat("float8", 256, 128, torch.float32),
-    RowFormat("float8", 192, 64, torch.float32),
-)
+class _Parts(NamedTuple):
+    """A quantised weight, as `models/quantised/parts.py` describes it."""
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None
+    num_bits: int
+    zeros: Tensor | None = None
+    units: Tensor | None = None
+    is_float: bool = False
+
+
+def _coded_weights(generator: torch.Generator) -> Iterator[tuple[_Parts, Tensor, str]]:
+    """Weights with zero points, of 4-bit floats and of 8-bit ones: (parts, weight in float64, name)."""
+    shape = (2 * PANEL, 256)
+
+    def integers(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, generator=generator, dtype=torch.uint8, device="cpu")
+
+    def spread(numbers: Tensor, factors: Tensor) -> Tensor:
+        return (numbers.double().unflatten(1, (factors.shape[1], -1)) * factors.double()[..., None]).flatten(1)
+
+    nibbles = integers(0, 16, *shape)
+    nibbles[:, 0] = 0
+    scales, zeros = _random(generator, torch.float16, 2 * PANEL, 8), integers(0, 16, 2 * PANEL, 8)
+    zeros[:, 0] = 0
+    less = nibbles.double() - zeros.double().repeat_interleave(32, dim=1)
+    yield _Parts(nibbles, scales, None, 4, zeros=zeros), spread(less, scales), "of 4 bits with zero points"
+    doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], device="cpu")[nibbles.long()]
+    for run in (32, 16):
+        halves = _random(generator, torch.bfloat16, 2 * PANEL, 256 // run)
+        units = _random(generator, torch.float32, 2 * PANEL, 1) if run == 16 else None
+        weight = spread(doubled, halves) * (1 if units is None else units.double())
+        yield _Parts(nibbles, halves, None, 4, units=units, is_float=True), weight, f"4-bit floats in runs of {run}"
+    codes = integers(0, 127, *shape) + 128 * integers(0, 2, *shape)
+    codes[:, 0] = 0
+    for run in (256, 128, 32):
+        factors = _random(generator, torch.float32, 2 * PANEL, 256 // run)
+        weight = spread(codes.view(torch.float8_e4m3fn).float(), factors)
+        yield _Parts(codes, factors, None, 8, is_float=True), weight, f"8-bit floats in runs of {run}"
 
 
 class _Runs(NamedTuple):
@@ -131,12 +147,12 @@ def _quantised_products(
     if minima is not None:
         weight += minima.double()[..., None]
     name = f"products of {{}} by {depth} of {runs.num_bits} bits in runs of {runs.length} ({runs.dtype})"
-    parts = QuantisedParts(values, scales, minima, runs.num_bits)
+    parts = _Parts(values, scales, minima, runs.num_bits)
     yield from _packed_products(kernels, generator, parts, weight.flatten(1), name)
 
 
 def _packed_products(
-    kernels: Kernels, generator: torch.Generator, parts: QuantisedParts, weight: Tensor, name: str
+    kernels: Kernels, generator: torch.Generator, parts: _Parts, weight: Tensor, name: str
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     packed, kind = pack_quantised(parts)
     panels = torch.tensor([[0, kind], [packed.shape[1], kind]], dtype=torch.int64, device="cpu")

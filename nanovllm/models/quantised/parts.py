@@ -39,21 +39,20 @@ class QuantisedParts(NamedTuple):
         scales = self.scales.float()
         return self._replace(scales=scales, minima=-scales * self.zeros.float(), zeros=None)
 
+    def joined(self, others: Sequence[QuantisedParts], join: Callable[[list[Tensor]], Tensor]) -> QuantisedParts:
+        """This and other weights of its format, joined by outputs."""
+        parts = [self, *others]
+        if any(part.zeros is None for part in parts):
+            parts = [part.with_minima() for part in parts]
 
-def join_parts(parts: Sequence[QuantisedParts], join: Callable[[list[Tensor]], Tensor]) -> QuantisedParts:
-    """Weights of one format, joined by outputs."""
-    if any(part.zeros is None for part in parts):
-        parts = [part.with_minima() for part in parts]
+        def joined(tensors: list[Tensor | None]) -> Tensor | None:
+            found = [tensor for tensor in tensors if tensor is not None]
+            return join(found) if found else None
 
-    def joined(tensors: list[Tensor | None]) -> Tensor | None:
-        found = [tensor for tensor in tensors if tensor is not None]
-        return join(found) if found else None
-
-    first = parts[0]
-    return first._replace(
-        values=join([part.values for part in parts]),
-        scales=join([part.scales for part in parts]),
-        minima=joined([part.minima for part in parts]),
-        zeros=joined([part.zeros for part in parts]),
-        units=joined([part.units for part in parts]),
-    )
+        return parts[0]._replace(
+            values=join([part.values for part in parts]),
+            scales=join([part.scales for part in parts]),
+            minima=joined([part.minima for part in parts]),
+            zeros=joined([part.zeros for part in parts]),
+            units=joined([part.units for part in parts]),
+        )
