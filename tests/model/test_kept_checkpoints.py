@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -384,3 +385,43 @@ def test_experts_beside_plain_ones_are_held_dequantised_or_refused(tmp_path, cap
         UnsupportedModelError, match=r"experts\.2\.up_proj: weight, other tensors than the experts before"
     ):
         load(tmp_path / "b")
+
+
+def test_nvfp4_whose_global_scale_is_no_reciprocal_is_read_so(tmp_path):
+    """modelopt's convention: one that takes the two for each other would be wrong by the square of the scale."""
+    folder = save_quantised(tmp_path, "ct-nvfp4", small_llama(num_layers=1))
+    ends = {"weight_packed": "weight", "weight_scale": "weight_scale", "weight_global_scale": "weight_scale_2"}
+
+    def renamed(name, value):
+        module, _, suffix = name.rpartition(".")
+        return {f"{module}.{ends.get(suffix, suffix)}": 1 / value if suffix == "weight_global_scale" else value}
+
+    reciprocal = linears(load(folder))
+    rewrite(folder, renamed, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    stored = load_file(folder / "model.safetensors")
+    for name, module in linears(load(folder)).items():
+        if isinstance(module, QuantisedLinear):
+            codes, scale, whole = (stored[f"{name}.{suffix}"] for suffix in ends.values())
+            numbers = unpack_fp4_from_uint8(codes, len(codes), 2 * codes.shape[1], dtype=torch.float32)
+            expected = numbers.unflatten(1, (-1, 16)) * (scale.float() * whole)[..., None]
+            assert torch.equal(module.dequantise(), expected.flatten(1)), name
+            torch.testing.assert_close(module.dequantise(), reciprocal[name].dequantise(), rtol=1e-6, atol=0)
+    broken(folder, f"{DOWN.replace('1', '0')}.weight_scale_2", lambda whole: whole * 0)
+    with pytest.raises(
+        ModelLoadError, match=r"down_proj\.weight_scale_2 is \[0\.0\]; it must be one number other than 0"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("form", "suffix", "change", "message"),
+    [
+        ("ct-fp8-channel", "weight", lambda weight: weight.view(torch.uint8) | 127, "values that are no numbers"),
+        ("ct-mxfp4", "weight_scale", lambda scale: scale | 255, "the exponent 255, which is no number"),
+    ],
+)
+def test_values_that_are_no_numbers_are_refused_by_name(form, suffix, change, message, tmp_path):
+    folder = save_quantised(tmp_path, form)
+    broken(folder, f"{DOWN}.{suffix}", lambda values: change(values).view(values.dtype))
+    with pytest.raises(ModelLoadError, match=f"{DOWN}.{suffix} holds {message}"):
+        load(folder)

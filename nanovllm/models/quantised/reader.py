@@ -225,7 +225,7 @@ class _FillWeight(ConversionOps):
         reader = self.hf_quantizer
         parameter = _parameter(model, name)
         width = _width(model, name)
-        layout = layout_of(reader.settings, name, tensors, width)
+        layout = layout_of(reader.settings, name.rpartition(".")[0], tensors, width)
         if layout is None:
             return tensors["weight"].to(parameter.dtype)
         if (fault := layout.fault(tensors)) is not None:
