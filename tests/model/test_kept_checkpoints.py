@@ -14,12 +14,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
+from transformers.quantizers import HfQuantizer
 
 from nanovllm import LLM
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
 from nanovllm.models.experts import KEPT_EXPERTS
+from nanovllm.models.quantised import reader
 from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
 from nanovllm.models.quantised.kept_experts import KeptExperts
 from tests.support import quantised_checkpoints
@@ -425,3 +427,10 @@ def test_values_that_are_no_numbers_are_refused_by_name(form, suffix, change, me
     broken(folder, f"{DOWN}.{suffix}", lambda values: change(values).view(values.dtype))
     with pytest.raises(ModelLoadError, match=f"{DOWN}.{suffix} holds {message}"):
         load(folder)
+
+
+def test_a_release_of_the_library_without_the_seam_is_named(monkeypatch):
+    assert reader.why_not_read({"quant_method": "awq"}) is None and reader.can_read({"quant_method": "mxfp4"})
+    assert reader.why_not_read({"quant_method": "quark"}) == "quant_method 'quark' has no layout that is kept"
+    monkeypatch.delattr(HfQuantizer, "serialized_names")
+    assert "does not hand a module's serialized tensors" in reader.why_not_read({"quant_method": "awq"})

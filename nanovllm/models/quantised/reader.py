@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -44,9 +45,19 @@ _ROWS_AT_ONCE = 1 << 20  # weights dequantised at a time
 _NAMED = 3  # modules that a message names
 
 
+def why_not_read(quantisation: Mapping[str, Any]) -> str | None:
+    """The reason why checkpoints of this `quantization_config` are not read here; None if they are."""
+    method = quantisation.get("quant_method")
+    if method not in SUFFIXES:
+        return f"quant_method {method!r} has no layout that is kept"
+    if not hasattr(HfQuantizer, "serialized_names"):  # 5.17
+        return f"transformers {transformers.__version__} does not hand a module's serialized tensors to a quantizer"
+    return None
+
+
 def can_read(quantisation: Mapping[str, Any]) -> bool:
     """Whether checkpoints of this `quantization_config` are read here."""
-    return quantisation.get("quant_method") in SUFFIXES
+    return why_not_read(quantisation) is None
 
 
 def config_to_keep(settings: Mapping[str, Any], *, keeps: bool = True) -> dict[str, Any]:
