@@ -64,11 +64,11 @@ class FastLayers:
                 logger.info("layers run as they are: %s", error)
         binding.uninstall()
         packed = {linear for layer in binding.fused_layers for linear in layer.linears}
+        if kernels is not None:
+            pack_experts(binding.model, kernels)
         packed_linears.pack_linear_layers(
             binding.model, kernels, unshared=binding.unshared, packed=packed, memory=memory
         )
-        if kernels is not None:
-            pack_experts(binding.model, kernels)
         self._find_direct_pass(run_batches[1])
 
     def _find_direct_pass(self, run_batches: Callable[[], Any]) -> None:

@@ -51,6 +51,11 @@ def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
 
 
+def is_kept(module: nn.Module) -> bool:
+    """Whether a module computes with weights that stay quantised."""
+    return hasattr(module, "quantised_parts") or KEPT_EXPERTS in vars(module)
+
+
 def slots_in_step() -> Tensor | None:
     """Slots of the running step's rows, 0 for padding; None if steps of several engines run."""
     slots = next(iter(steps_in_force.values())).slots if len(steps_in_force) == 1 else None

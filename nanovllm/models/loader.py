@@ -27,6 +27,7 @@ from nanovllm.features.unsupported import attending_layers, unsupported
 from nanovllm.models import hub
 from nanovllm.models.added_tokens import added_tokens_option
 from nanovllm.models.exact_activations import check_exact_activations
+from nanovllm.models.experts import is_kept
 from nanovllm.models.limits import check_limits, check_stored_limits
 from nanovllm.models.mistakes import name_mistake, name_tensors
 from nanovllm.models.quantised.loading import dequantising, folder_of, keeping
@@ -82,7 +83,7 @@ def identity_of(source: str, config: EngineConfig, module: nn.Module | None = No
         module: the loaded model.
     """
     form = config.quantization if config.quantization in QUANTISED_ON_LOAD else None
-    if form is None and module is not None and any(hasattr(part, "quantised_parts") for part in module.modules()):
+    if form is None and module is not None and any(is_kept(part) for part in module.modules()):
         form = "kept"
     return ":".join(filter(None, (source, _commit_of(source, config), form)))
 
@@ -159,6 +160,8 @@ def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[
 
     def dequantising_reader() -> Reader:
         assert checkpoint is not None
+        if checkpoint.is_dequantised_by_reader:
+            return lambda model_class: keeping(model_class, source, model_config, keeps=False, dtype=dtype, **options)
         if not checkpoint.is_read:
             raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
         with load_errors(f"the model {source!r}", source):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.fast.host.memory import HugePages, available_memory
 from nanovllm.model import modules_of
+from nanovllm.models.experts import KEPT_EXPERTS
 from nanovllm.models.guard import Hiding
 from nanovllm.models.quantised.blocks import QuantisedLinear
 
@@ -187,7 +188,9 @@ def _with_whole_panels(linear: AnyLinear) -> AnyLinear:
 
 def warn_of_dequantising(model: nn.Module) -> None:
     """Warn of layers that run without a kernel and dequantise their weights in each step."""
-    slow = [one for one in modules_of(model) if isinstance(one, QuantisedLinear) and one.blocks.numel()]
+    modules: list[Any] = modules_of(model)
+    slow = [one for one in modules if isinstance(one, QuantisedLinear) and one.blocks.numel()]
+    slow += [one for one in modules if KEPT_EXPERTS in vars(one) and one.down_proj.numel()]
     if slow:
         logger.warning("%d layers have no kernel for their quantised weights: each step dequantises them", len(slow))
 

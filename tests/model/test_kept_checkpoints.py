@@ -305,7 +305,7 @@ def by_reference(folder, form, dtype=torch.bfloat16):
     """The model that `transformers` dequantises, or of the weights that compressed-tensors does."""
     if form not in BY_PRODUCER:
         return by_library(folder, dtype)
-    scheme, _ = quantised_checkpoints._settings_of(form)
+    scheme, _ = quantised_checkpoints.settings_of(form)
     modules = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         modules.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = tensor
@@ -362,10 +362,15 @@ def test_experts_stay_quantised_and_are_those_of_the_library(form, tmp_path):
 @pytest.mark.costly
 @pytest.mark.parametrize("form", MOE_FORMS)
 @pytest.mark.parametrize("eager", [False, True])
-def test_tokens_of_experts_are_those_of_the_dequantised_weights(form, eager, tmp_path):
+def test_tokens_of_experts_are_those_of_the_dequantised_weights(form, eager, tmp_path, caplog):
     """Packed, and dequantised expert by expert where there are no kernels."""
     folder = save_moe(tmp_path / "quantised", form)
-    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=eager, **OPTIONS) as llm:
+    with (
+        caplog.at_level(logging.WARNING, logger="nanovllm"),
+        LLM(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=eager, **OPTIONS) as llm,
+    ):
+        assert any("each step dequantises them" in each.message for each in caplog.records) == eager
+        assert loader.identity_of("a", llm.config, llm._engine.model_runner.binding.model) == "a:kept"
         found = experts_of(llm._engine.model_runner.binding.model)
         assert [module.down_proj.numel() == 0 for module in found.values()] == [not eager] * 2
         assert tokens(llm) == by_transformers(with_kept_weights(folder, form, load(folder, dtype="float32")))
@@ -386,7 +391,7 @@ def test_experts_beside_plain_ones_are_held_dequantised_or_refused(tmp_path, cap
     with pytest.raises(
         UnsupportedModelError, match=r"experts\.2\.up_proj: weight, other tensors than the experts before"
     ):
-        load(tmp_path / "b")
+        load(tmp_path / "b", quantization="keep")
 
 
 def test_nvfp4_whose_global_scale_is_no_reciprocal_is_read_so(tmp_path):

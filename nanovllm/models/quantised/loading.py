@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import cached_file
 
+from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.headless import Reader
 from nanovllm.models.headers import INDEX, SINGLE
@@ -20,20 +21,28 @@ from nanovllm.models.quantised.stored_config import Checkpoint
 logger = logging.getLogger("nanovllm")
 
 
-def keeping(model_class: Any, source: str, model_config: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+def keeping(
+    model_class: Any, source: str, model_config: Any, *, keeps: bool = True, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """(module, report of its load) of a checkpoint whose weights stay quantised where kernels multiply them.
 
     Args:
+        keeps: False to dequantise all weights.
         options: of `from_pretrained`.
 
     Raises UnsupportedModelError for tensors of no layout, before any weight is read.
     """
     from nanovllm.models.quantised.checkpoint import settings_of
-    from nanovllm.models.quantised.reader import config_to_keep
+    from nanovllm.models.quantised.reader import config_to_keep, why_not_read
 
+    if (reason := why_not_read(settings_of(model_config.quantization_config))) is not None:
+        raise UnsupportedModelError(f"the weights of {source} are not read: {reason}.")
     config = copy.deepcopy(model_config)
-    config.quantization_config = config_to_keep(settings_of(model_config.quantization_config))
+    config.quantization_config = config_to_keep(settings_of(model_config.quantization_config), keeps=keeps)
     found: tuple[Any, dict[str, Any]] = model_class.from_pretrained(source, config=config, **options)
+    if not keeps:
+        num_bytes = sum(parameter.nbytes for parameter in found[0].parameters())
+        logger.info("the weights of %s are dequantised: %.2f GB in %s", source, num_bytes / 1e9, found[0].dtype)
     return found
 
 

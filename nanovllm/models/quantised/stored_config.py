@@ -10,7 +10,7 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD
 
 # Methods whose weights stay quantised on a CPU, by `reader`, and those that are dequantised, by `widened`.
-KEPT_METHODS = ("compressed-tensors", "fp8", "mxfp8", "modelopt", "gptq", "awq")
+KEPT_METHODS = ("compressed-tensors", "fp8", "mxfp8", "modelopt", "gptq", "awq", "mxfp4")
 READ_METHODS = ("compressed-tensors", "fp8", "mxfp8", "fbgemm_fp8", "modelopt", "mxfp4")
 
 
@@ -30,6 +30,11 @@ class Checkpoint:
         form = self.settings.get("format") or self.settings.get("quant_algo") or ""
         named = self.method if not isinstance(form, str) or not form else f"{self.method} {form}"
         return f"{named}, {bits} bits" if bits else named
+
+    @property
+    def is_dequantised_by_reader(self) -> bool:
+        """Whether `reader` alone dequantises the weights."""
+        return self.method in KEPT_METHODS and not self.is_read
 
     @property
     def is_read(self) -> bool:
