@@ -420,6 +420,25 @@ def test_nvfp4_whose_global_scale_is_no_reciprocal_is_read_so(tmp_path):
         load(folder)
 
 
+def test_fp8_checkpoints_hold_4_bit_floats_as_bytes(tmp_path):
+    """Two in a byte of int8, beside layers of 8-bit floats, with exponents in place of the scales of blocks."""
+    folder = save_quantised(tmp_path, "ct-mxfp4", small_llama(num_layers=1))
+    reference = by_library(folder, torch.bfloat16)
+
+    def renamed(name, value):
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight_packed":
+            return {f"{module}.weight": value.view(torch.int8)}
+        is_scale = suffix == "weight_scale"
+        return {f"{module}.weight_scale_inv": value.view(torch.float8_e8m0fnu)} if is_scale else {name: value}
+
+    rewrite(folder, renamed, quantised_checkpoints.settings_of("fp8-block")[1])
+    for name, module in linears(load(folder)).items():
+        if isinstance(module, QuantisedLinear):
+            assert torch.equal(module.dequantise().bfloat16(), reference.get_submodule(name).weight), name
+    assert "float4" in load(folder).model.layers[0].mlp.up_proj.kind
+
+
 @pytest.mark.parametrize(
     ("form", "suffix", "change", "message"),
     [
@@ -437,5 +456,6 @@ def test_values_that_are_no_numbers_are_refused_by_name(form, suffix, change, me
 def test_a_release_of_the_library_without_the_seam_is_named(monkeypatch):
     assert reader.why_not_read({"quant_method": "awq"}) is None and reader.can_read({"quant_method": "mxfp4"})
     assert reader.why_not_read({"quant_method": "quark"}) == "quant_method 'quark' has no layout that is kept"
+    assert "rotated" in reader.why_not_read({"quant_method": "fp8", "transform_config": {"config_groups": {"a": 1}}})
     monkeypatch.delattr(HfQuantizer, "serialized_names")
     assert "does not hand a module's serialized tensors" in reader.why_not_read({"quant_method": "awq"})

@@ -248,6 +248,8 @@ def _of_expert_blocks(name: str, projection: str, tensors: Tensors, width: int) 
 def _of_plain_values(settings: Mapping[str, Any], name: str, tensors: Tensors, width: int) -> Layout:
     """A weight of 8-bit integers or floats [num_rows, width], with scales of any shape."""
     weight = tensors["weight"]
+    if "weight_scale_inv" in tensors and weight.dtype in (torch.int8, torch.uint8):
+        return _of_float4(settings, name, tensors, width)
     encodings = {torch.int8: "int8", torch.float8_e4m3fn: "float8"}
     if weight.dtype not in encodings or weight.dim() != 2:
         raise NoLayoutError(f"a weight of {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}")
@@ -316,30 +318,33 @@ def _of_float4(settings: Mapping[str, Any], name: str, tensors: Tensors, width: 
 
     compressed-tensors stores the reciprocal of the global scale, modelopt the scale itself.
     """
-    values, unit, operation = "weight_packed", "weight_global_scale", "over"
+    values, suffix, unit, operation = "weight_packed", "weight_scale", "weight_global_scale", "over"
     if "weight_scale_2" in tensors:
         values, unit, operation = "weight", "weight_scale_2", "times"
-    packed, scales = _need(name, tensors, values, "weight_scale")
+    elif "weight_scale_inv" in tensors:  # experts of FP8 checkpoints
+        values, suffix = "weight", "weight_scale_inv"
+    packed, scales = _need(name, tensors, values, suffix)
     has_unit = scales.dtype == torch.float8_e4m3fn
     run = _NVFP4_RUN if has_unit else _MXFP4_RUN
-    if packed.dtype != torch.uint8 or not (has_unit or scales.dtype == EXPONENTS):
+    is_exponent = scales.dtype in (EXPONENTS, torch.float8_e8m0fnu)
+    if packed.dtype not in (torch.int8, torch.uint8) or not (has_unit or is_exponent):
         raise NoLayoutError(f"4-bit floats in {packed.dtype} with scales in {scales.dtype}")
     if width % run:
         raise NoLayoutError(f"{width} inputs in runs of {run}")
     rows = len(packed)
     _check(name, values, packed, (rows, width // 2))
-    _check(name, "weight_scale", scales, (rows, width // run))
-    form = RowFormat("float4", width, run, scales.dtype, unit=operation if has_unit else "")
+    _check(name, suffix, scales, (rows, width // run))
+    form = RowFormat("float4", width, run, scales.dtype if has_unit else EXPONENTS, unit=operation if has_unit else "")
     if has_unit:
         (factor,) = _need(name, tensors, unit)
         if factor.numel() != 1 or not factor.isfinite() or factor == 0:
             raise ModelLoadError(f"{name}.{unit} is {factor.tolist()}; it must be one number other than 0.")
 
     def blocks(given: Tensors) -> Tensor:
-        return form.join(given[values], given["weight_scale"], unit=given[unit] if has_unit else None)
+        return form.join(given[values], given[suffix].view(form.scales), unit=given[unit] if has_unit else None)
 
     def fault(given: Tensors) -> str | None:
-        has_nan = not has_unit and bool((given["weight_scale"] == 255).any())
-        return f"{name}.weight_scale holds the exponent 255, which is no number" if has_nan else None
+        has_nan = not has_unit and bool((given[suffix].view(torch.uint8) == 255).any())
+        return f"{name}.{suffix} holds the exponent 255, which is no number" if has_nan else None
 
     return Layout(form, rows, blocks, fault=fault)

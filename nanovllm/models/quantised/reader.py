@@ -50,6 +50,8 @@ def why_not_read(quantisation: Mapping[str, Any]) -> str | None:
     method = quantisation.get("quant_method")
     if method not in SUFFIXES:
         return f"quant_method {method!r} has no layout that is kept"
+    if quantisation.get("transform_config"):
+        return "its inputs are rotated (transform_config)"
     if not hasattr(HfQuantizer, "serialized_names"):  # 5.17
         return f"transformers {transformers.__version__} does not hand a module's serialized tensors to a quantizer"
     return None
