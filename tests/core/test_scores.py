@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanovllm import ErrorKind
-from nanovllm.features.scoring.scores import INSTRUCTION, AnswerLogits
+from nanovllm.features.scoring.scores import INSTRUCTION, AnswerLogits, embedding_output
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tests.support import async_llms
 from tests.support.async_llms import bounded
 from tests.support.llms import assert_idle_and_whole, open_llm
@@ -123,9 +124,16 @@ def test_a_document_that_fails_says_so_and_the_others_are_scored(tokenizer):
             assert (failed.finish_reason, failed.score, failed.error_kind) == ("error", None, ErrorKind.INTERNAL)
             assert "not finite" in failed.error
             (failed,) = llm.score("Z", ["b"], method=method, use_tqdm=False)
-            assert failed.finish_reason == "error"
+            assert failed.finish_reason == "error" and "not finite" in failed.error
         (late,) = llm.score("a", ["b"], timeout=1e-9, use_tqdm=False)
         assert (late.finish_reason, late.score) == ("timeout", None)
+
+
+def test_an_embedding_of_zeros_stays_what_it_is():
+    zeros = np.zeros(4, np.float32)
+    completion = CompletionOutput(0, "", [], "stop", None)
+    output = RequestOutput("a", None, [1], [completion], True, 0, RequestMetrics(0.0), embedding=zeros)
+    assert not embedding_output(output, normalize=True).embedding.any()
 
 
 def test_far_apart_logits_do_not_overflow():

@@ -1,15 +1,19 @@
 """FIM prompts: markers of each family in their order, texts between them encoded as plain text."""
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm.features.infill.infill import MARKERS, infill_of
 from tests.support.tiny_models import tiny_tokenizer
 
 
-def tokenizer_of(family):
-    """The tiny tokenizer with the markers of a family, some of them not special, as Qwen's."""
-    tokenizer, markers = tiny_tokenizer(), MARKERS[family]
+def tokenizer_of(family, tokenizer=None):
+    """A tokenizer, or the tiny one, with the markers of a family, some of them not special, as Qwen's."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    markers = MARKERS[family]
     named = (markers.prefix, markers.suffix, markers.middle, markers.file, markers.repository, *markers.ends)
     names = dict.fromkeys(name for name in named if name is not None)
     tokenizer.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
@@ -62,6 +66,14 @@ def test_other_files_come_first_and_the_middle_may_have_begun():
     plain = tokenizer_of("DeepSeek Coder")
     (ids,) = infill(plain).prompts(["a"], "b", files=[("f.py", "x = 1")])
     assert plain.decode(ids).startswith("f.py\nx = 1\n<\uff5cfim▁begin\uff5c>a")
+
+
+def test_the_prefix_alone_has_the_space_that_a_tokenizer_puts_before_a_text():
+    own = Tokenizer(BPE({character: number for number, character in enumerate("▁☺abc")}, []))
+    own.pre_tokenizer = Metaspace()
+    tokenizer = tokenizer_of("CodeLlama", PreTrainedTokenizerFast(tokenizer_object=own))
+    (ids,) = infill(tokenizer).prompts(["a"], "b", begun="c")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁<PRE>", "▁", "a", "▁<SUF>", "b", "▁<MID>", "c"]
 
 
 def test_prefixes_may_be_token_ids_and_share_a_suffix():

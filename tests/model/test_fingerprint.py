@@ -104,3 +104,12 @@ def test_the_code_that_came_with_a_model_counts(tmp_path, monkeypatch):
         for name in [name for name in sys.modules if name.startswith(fingerprint.REMOTE_CODE)]:
             del sys.modules[name]
     assert len(digests) == 2
+
+
+def test_equal_bytes_of_another_shape_or_dtype_are_other_weights():
+    digests = set()
+    for shape, dtype in (((2, 3), torch.float16), ((3, 2), torch.float16), ((2, 3), torch.bfloat16)):
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        digests.add(model_digest(module))
+    assert len(digests) == 3
