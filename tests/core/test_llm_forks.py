@@ -120,11 +120,11 @@ def test_a_step_that_fails_before_its_copies_leaves_no_fork_without_its_block(mo
 def test_a_request_that_has_ended_is_forked_by_its_output():
     with open_llm() as llm:
         ended, *_ = generate(llm, [PROMPT], LONG, cache_salt="ours")
-        *_, fork = llm.fork(ended, 50, SHORT)
-        assert fork.num_cached_tokens == 0
         *_, fork = llm.fork(ended, 50, SHORT, cache_salt="ours")
         assert fork.num_cached_tokens == 48 and fork.prompt_token_ids == (PROMPT + ended.outputs[0].token_ids)[:50]
         assert fork.outputs[0].token_ids == ended.outputs[0].token_ids[15:27]
+        *_, fork = llm.fork(ended, 50, SHORT)
+        assert fork.num_cached_tokens == 0
         with pytest.raises(ValueError, match="no request '99' runs"):
             llm.fork("99")
         with pytest.raises(ValueError, match="at is 76; it must be between 1 and 75"):
