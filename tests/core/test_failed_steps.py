@@ -10,10 +10,17 @@ from tests.support.tiny_models import random_prompts, tiny_model
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_an_error_in_a_step_leaves_the_engine_usable_and_no_block_leaked(monkeypatch, number):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(RuntimeError("boom"), StepError), (KeyboardInterrupt("boom"), KeyboardInterrupt)],
+    ids=["error", "interrupt"],
+)
+def test_an_error_or_an_interrupt_in_a_step_leaves_the_engine_usable_and_no_block_leaked(
+    monkeypatch, number, error, raised
+):
     llm, prompts = open_llm(max_num_batched_tokens=96, max_num_seqs=8), random_prompts(6, low=20, high=100)
-    fail_in_step(monkeypatch, llm, number, RuntimeError("boom"))
-    with pytest.raises(StepError, match="boom"):
+    fail_in_step(monkeypatch, llm, number, error)
+    with pytest.raises(raised, match="boom"):
         generate(llm, prompts)
     assert_idle_and_whole(llm)
     assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))
@@ -29,16 +36,6 @@ def test_a_step_error_names_its_requests_and_its_cause(monkeypatch):
     assert sorted(caught.value.request_ids) == ["1", "2"]
     assert caught.value.__cause__ is cause
     assert all(part in str(caught.value) for part in ("RuntimeError", "boom", *caught.value.request_ids))
-
-
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_an_interrupt_from_the_keyboard_stays_one_and_leaves_no_block_leaked(monkeypatch, number):
-    llm, prompts = open_llm(max_num_batched_tokens=96, max_num_seqs=8), random_prompts(6, low=20, high=100)
-    fail_in_step(monkeypatch, llm, number, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        generate(llm, prompts)
-    assert_idle_and_whole(llm)
-    assert token_ids(generate(llm, prompts)) == token_ids(generate(shared_llm(), prompts))
 
 
 def test_what_a_failed_step_was_to_compute_is_not_found_in_the_prefix_cache(monkeypatch):

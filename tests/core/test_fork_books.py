@@ -53,29 +53,21 @@ def test_a_fork_goes_on_from_read_steps_alone(has_failed):
     loop.finish()
 
 
-def test_a_fork_of_a_fork_copies_the_block_that_holds_its_tokens():
-    """No step was launched between them: the block of the first fork is not filled yet."""
+@pytest.mark.parametrize("is_undone", [False, True])
+def test_a_fork_of_a_fork_copies_the_block_that_holds_its_tokens_or_computes_them_if_the_copy_is_undone(is_undone):
+    """The block of the first fork is filled by its own copy alone, which no step has made yet."""
     loop = Loop(make_scheduler())
     source = loop.add([n % 7 for n in range(6)], max_tokens=20)
     loop.step()
     first = loop.fork(source, 7, max_tokens=5)
+    if is_undone:
+        loop.launch()
     second = loop.fork(first, 7, max_tokens=6)
     assert first.is_running and second.is_running
+    if is_undone:
+        loop.fail()
     loop.finish()
-    assert first.num_cached_tokens == second.num_cached_tokens == 6
-
-
-def test_a_fork_of_a_fork_whose_copy_is_undone_computes_its_tokens():
-    """The block that its queued copy was to read is never filled."""
-    loop = Loop(make_scheduler())
-    source = loop.add([n % 7 for n in range(6)], max_tokens=20)
-    loop.step()
-    first = loop.fork(source, 7, max_tokens=5)
-    loop.launch()
-    second = loop.fork(first, 7, max_tokens=6)
-    assert first.is_running and second.is_running
-    loop.fail()
-    loop.finish()
+    assert is_undone or first.num_cached_tokens == second.num_cached_tokens == 6
 
 
 def test_a_fork_waits_where_it_cannot_go_on_from_its_source():

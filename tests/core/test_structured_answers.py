@@ -219,29 +219,30 @@ def test_min_tokens_beyond_the_longest_form_is_an_error_of_the_request_that_name
     assert results([good]) == [one_by_one()[2]]
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_grammar_that_takes_too_much_work_on_the_way_ends_its_request_alone(overlap):
-    """Its first token is cheap; the limits of llguidance are met behind some more."""
-    exploding = {"regex": r"([a-z]{0,500}[0-9]{0,500}){0,300}z"}
-    params = SamplingParams(seed=1, max_tokens=300, structured_output=exploding, logit_bias={EOS: -100})
+@pytest.mark.parametrize(
+    ("overlap", "form", "words"),
+    [
+        # The first token is cheap; the limits of llguidance are met behind some more.
+        (
+            False,
+            {"regex": r"([a-z]{0,500}[0-9]{0,500}){0,300}z"},
+            "structured_output.regex cannot be followed any further (lexer error: too many expr",
+        ),
+        # Each token multiplies the ways in which the text can be read, below all of llguidance's limits.
+        (
+            True,
+            {"grammar": 'start: a\na: a a a a | a a a | a a | "x" | "y" | "xy" | "yx"\n'},
+            "structured_output.grammar takes too long for its masks",
+        ),
+    ],
+    ids=["limits", "masks"],
+)
+def test_a_grammar_that_takes_too_much_work_on_the_way_ends_its_request_alone(overlap, form, words):
+    params = SamplingParams(seed=1, max_tokens=300, structured_output=form, logit_bias={EOS: -100})
     with open_llm(overlap=overlap) as llm:
         bad, good = answers(llm, [params, params_of(KINDS[1])], PROMPTS[:2])
         assert bad.outputs[0].finish_reason == "error" and bad.error_kind is ErrorKind.REQUEST
-        assert "structured_output.regex cannot be followed any further (lexer error: too many expr" in bad.error
-        assert results([good]) == [one_by_one()[2]]
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_grammar_whose_masks_take_too_long_ends_its_request_alone(overlap):
-    """Each token multiplies the ways in which the text can be read, below all of llguidance's limits."""
-    ambiguous = {"grammar": 'start: a\na: a a a a | a a a | a a | "x" | "y" | "xy" | "yx"\n'}
-    params = SamplingParams(seed=1, max_tokens=300, structured_output=ambiguous, logit_bias={EOS: -100})
-    with open_llm(overlap=overlap) as llm:
-        bad, good = answers(llm, [params, params_of(KINDS[1])], PROMPTS[:2])
-        assert bad.outputs[0].finish_reason == "error" and bad.error_kind is ErrorKind.REQUEST
-        assert "structured_output.grammar takes too long for its masks" in bad.error
+        assert words in bad.error
         assert results([good]) == [one_by_one()[2]]
 
 

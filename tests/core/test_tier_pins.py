@@ -38,17 +38,9 @@ def test_a_load_into_a_block_of_another_load_unpins_its_source():
 
 def test_a_load_from_a_slot_whose_store_fails_is_dropped():
     """Its content is undefined; the block that waits for it is no hit."""
-    manager, books = TieredBlocks(6, 4), TierBooks([1], 100)
-    manager.attach(books, LoadCosts(), root_seed="model")
-    first, other, again = make_sequence(range(9)), make_sequence(range(50, 70)), make_sequence(range(9))
-    manager.begin_step()
-    manager.allocate(first, 2)
-    manager.register(first, 0, 2, 1)
-    manager.take_copies(1)
-    manager.commit(1)
-    manager.release(first)
-    manager.begin_step()
-    assert len(manager.take_copies(2)) == 2  # stores
+    manager, _ = two_idle_blocks(num_slots=100)
+    other, again = make_sequence(range(50, 70)), make_sequence(range(9))
+    manager.take_copies(2)  # the stores
     manager.allocate(other, 5)  # evicts both blocks
     manager.release(other)
     manager.begin_step()
@@ -56,7 +48,7 @@ def test_a_load_from_a_slot_whose_store_fails_is_dropped():
     manager.withdraw(2)
     assert not manager.lookup(again)
     assert not manager.take_copies(3)
-    assert books.num_stored == 0
+    assert manager.books.num_stored == 0
 
 
 def two_idle_blocks(num_slots, store=lambda copies: None):

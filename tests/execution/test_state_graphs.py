@@ -3,8 +3,6 @@
 A graph is a function that is called again, with what the packed step holds then. tests/gpu has the real ones.
 """
 
-import random
-
 import pytest
 import torch
 
@@ -16,10 +14,10 @@ from nanovllm.fast.gpu import cuda_graphs
 from nanovllm.fast.gpu.state_graphs import StateGraphExecutor
 from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.features.states import state_kernels
-from tests.support.class_cases import own_answers
+from tests.support.class_cases import chunk_prompts, own_answers
 from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
 from tests.support.llms import check_engine
-from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
+from tests.support.tiny_classes import tiny_class_model
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -58,14 +56,6 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
 
 
-def prompts():
-    """Around chunks of 64, one that begins with a decode, and two that share two blocks."""
-    choice = random.Random(5)
-    own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 60, 64, 125, 190)]
-    shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(130)]
-    return [*own, shared + own[2][:9], shared + own[3][:40]]
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("class_name", ["Qwen3_5ForCausalLM", "Mamba2ForCausalLM"])
 def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
@@ -81,8 +71,8 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
             for state in states:
                 state.fill_(float("nan"))
         for _ in range(2):
-            found = [output.outputs[0].token_ids for output in llm.generate(prompts(), GREEDY, use_tqdm=False)]
-            assert found == own_answers(model, prompts(), NUM_TOKENS)
+            found = [output.outputs[0].token_ids for output in llm.generate(chunk_prompts(), GREEDY, use_tqdm=False)]
+            assert found == own_answers(model, chunk_prompts(), NUM_TOKENS)
         check_engine(llm)
         assert llm.stats().num_preemptions > 0
         assert llm.stats().prefix_cache_hits > 0

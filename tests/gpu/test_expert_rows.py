@@ -6,7 +6,7 @@ import torch
 from nanovllm.attention import AttentionStep, step_in_force
 from nanovllm.fast.attention.no_attention import NoAttention
 from nanovllm.models.experts import experts_function, experts_of
-from tests.support.tiny_classes import HIDDEN_SIZE, tiny_class_model
+from tests.support.tiny_classes import routed, tiny_class_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 # Plain; transposed, interleaved and with biases; without a gate.
@@ -22,20 +22,11 @@ def experts(class_name):
     return module, wide
 
 
-def routed(module, num_rows):
-    """Rows, their experts and weights; one expert gets none."""
-    generator = torch.Generator().manual_seed(num_rows)
-    states = torch.randn(num_rows, HIDDEN_SIZE, generator=generator)
-    scores = torch.rand(num_rows, module.num_experts - 1, generator=generator)
-    weights, indices = scores.softmax(dim=-1).topk(2)
-    return states.bfloat16().cuda(), indices.cuda(), weights.bfloat16().cuda()
-
-
 @pytest.mark.parametrize("class_name", CLASSES)
 @pytest.mark.parametrize("num_rows", [1, 2, 13, 40, 512, MANY])
 def test_outputs_are_those_of_float32(class_name, num_rows):
     module, wide = experts(class_name)
-    states, indices, weights = routed(module, num_rows)
+    states, indices, weights = routed(module, num_rows, torch.bfloat16, "cuda")
     with torch.no_grad():
         expected = wide(states.float(), indices, weights.float())
         found = experts_function(module, states, indices, weights)
@@ -46,7 +37,7 @@ def test_outputs_are_those_of_float32(class_name, num_rows):
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_a_row_has_the_same_bits_whatever_rows_are_beside(class_name):
     module, _ = experts(class_name)
-    states, indices, weights = routed(module, 40)
+    states, indices, weights = routed(module, 40, torch.bfloat16, "cuda")
     with torch.no_grad():
         together = experts_function(module, states, indices, weights)
         for rows in (slice(0, 1), slice(7, 9), slice(20, 40)):
@@ -56,7 +47,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside(class_name):
 
 def test_all_rows_may_choose_one_expert():
     module, wide = experts("OlmoeForCausalLM")
-    states, indices, weights = routed(module, 100)
+    states, indices, weights = routed(module, 100, torch.bfloat16, "cuda")
     indices = torch.tensor([[3, 1]], device="cuda").expand(100, 2)
     with torch.no_grad():
         expected = wide(states.float(), indices, weights.float())
@@ -67,7 +58,7 @@ def test_all_rows_may_choose_one_expert():
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_padding_rows_of_a_step_are_not_computed(class_name):
     module, _ = experts(class_name)
-    states, indices, weights = routed(module, 12)
+    states, indices, weights = routed(module, 12, torch.bfloat16, "cuda")
     slots = torch.tensor([70, 0, 0, 65, 0, 90, 0, 0], device="cuda")  # rows from the eighth on are padding too
     with torch.no_grad():
         expected = experts_function(module, states, indices, weights)
@@ -84,7 +75,7 @@ def test_padding_rows_of_a_step_are_not_computed(class_name):
 
 def test_a_replay_reads_the_experts_anew():
     module, _ = experts("OlmoeForCausalLM")
-    states, indices, weights = routed(module, 8)
+    states, indices, weights = routed(module, 8, torch.bfloat16, "cuda")
     given = [tensor.clone() for tensor in (states, indices, weights)]
     with torch.no_grad():
         experts_function(module, *given)

@@ -13,7 +13,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.fast.gpu.state_graphs import StateGraphExecutor
 from nanovllm.fast.kernels.state_checks import first_wrong
 from nanovllm.features.speculation import lengths
-from tests.support.class_cases import own_answers
+from tests.support.class_cases import chunk_prompts, own_answers
 from tests.support.llms import check_engine
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
@@ -33,20 +33,12 @@ def model(class_name):
     return tiny_class_model(class_name)
 
 
-def prompts():
-    """Around chunks of 64, one that begins with a decode, and two that share two blocks."""
-    choice = random.Random(5)
-    own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 60, 64, 125, 190)]
-    shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(130)]
-    return [*own, shared + own[2][:9], shared + own[3][:40]]
-
-
 @functools.cache
 def expected(class_name):
     """Of `transformers` on a CPU, or on the GPU with flash-linear-attention, which takes no other tensors."""
     if importlib.util.find_spec("fla") is None:
-        return own_answers(model(class_name), prompts(), NUM_TOKENS)
-    return own_answers(copy.deepcopy(model(class_name)).cuda(), prompts(), NUM_TOKENS)
+        return own_answers(model(class_name), chunk_prompts(), NUM_TOKENS)
+    return own_answers(copy.deepcopy(model(class_name)).cuda(), chunk_prompts(), NUM_TOKENS)
 
 
 def answers(class_name, rounds=2, **options):
@@ -57,7 +49,7 @@ def answers(class_name, rounds=2, **options):
         assert isinstance(runner.executor, StateGraphExecutor)
         assert all(layer.kernel_forward is not None for layer in runner.binding.mixers.layers)
         for _ in range(rounds):
-            found.append([o.outputs[0].token_ids for o in llm.generate(prompts(), GREEDY, use_tqdm=False)])
+            found.append([o.outputs[0].token_ids for o in llm.generate(chunk_prompts(), GREEDY, use_tqdm=False)])
             check_engine(llm)
         if llm.config.cuda_graphs:
             assert runner.executor._forwards.graphs
@@ -109,7 +101,7 @@ def test_poisoned_slots_reach_no_token_without_kernels(monkeypatch):
         for states in llm._engine.model_runner.binding.caches.of_records:
             for state in states:
                 state.fill_(float("nan"))
-        outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+        outputs = llm.generate(chunk_prompts(), GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected(DENSE[0])
 
 
@@ -120,7 +112,7 @@ def test_experts_in_bfloat16_answer_within_graphs_as_without(class_name):
     for graphs in (True, False):
         module = copy.deepcopy(model(class_name)).to(torch.bfloat16).cuda()
         with LLM(module, **OPTIONS, num_kv_blocks=60, cuda_graphs=graphs) as llm:
-            outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            outputs = llm.generate(chunk_prompts(), GREEDY, use_tqdm=False)
             results.append([output.outputs[0].token_ids for output in outputs])
     assert results[0] == results[1]
 
@@ -136,7 +128,7 @@ def test_chunks_by_flash_linear_attention_give_the_tokens_of_transformers_with_i
     with LLM(copy.deepcopy(model(class_name)).cuda(), **OPTIONS, num_kv_blocks=60) as llm:
         assert all(layer.chunks is not None for layer in llm._engine.model_runner.binding.mixers.layers)
         for _ in range(2):
-            outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            outputs = llm.generate(chunk_prompts(), GREEDY, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == expected(class_name)
 
 
@@ -148,7 +140,7 @@ def test_a_loaded_model_answers_as_a_live_one(tmp_path):
     with LLM(tmp_path, overlap=False, **options) as llm:
         assert llm.config.cuda_graphs
         for _ in range(2):
-            outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            outputs = llm.generate(chunk_prompts(), GREEDY, use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == expected(DENSE[0])
 
 
@@ -162,7 +154,7 @@ def test_tokens_with_drafts_are_those_without(class_name, options, monkeypatch):
     def mostly_right(_, drafts):
         return [token_id if choice.random() < 0.85 else choice.randrange(VOCAB_SIZE) for token_id in drafts]
 
-    known = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts(), expected(class_name), strict=True)}
+    known = {tuple(prompt): [tokens] for prompt, tokens in zip(chunk_prompts(), expected(class_name), strict=True)}
     found, stats = answers(class_name, speculation=KnownAnswers(known, mostly_right), max_num_seqs=24, **options)
     assert found == [expected(class_name)] * 2
     assert stats.speculation.num_draft_tokens > stats.speculation.num_accepted_tokens > 40

@@ -13,7 +13,7 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import experts
 from nanovllm.models.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, why_not_captured
 from tests.support.snapshots import Snapshot, assert_untouched
-from tests.support.tiny_classes import HIDDEN_SIZE, VOCAB_SIZE, tiny_class_model
+from tests.support.tiny_classes import VOCAB_SIZE, routed, tiny_class_model
 
 # Plain; transposed, interleaved and with biases; without a gate.
 CLASSES = ["OlmoeForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"]
@@ -27,15 +27,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
 def kernels(dtype):
     return load_kernels(dtype, 64, 3)
-
-
-def routed(module, num_rows, dtype):
-    """Rows, their experts and weights; one expert gets none."""
-    generator = torch.Generator().manual_seed(num_rows)
-    states = torch.randn(num_rows, HIDDEN_SIZE, generator=generator)
-    scores = torch.rand(num_rows, module.num_experts - 1, generator=generator)
-    weights, indices = scores.softmax(dim=-1).topk(2)
-    return states.to(dtype), indices, weights.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -15,7 +15,6 @@ from transformers import (
     Ministral3Config,
     Ministral3ForCausalLM,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm import LLM, SamplingParams
@@ -28,7 +27,7 @@ from nanovllm.fast.layers.distances import TOLERANCE
 from nanovllm.fast.layers.fused_layers import FusedStack
 from nanovllm.models.packed_linears import PackedLinear
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
-from tests.support.scaled_parts import PLACES, scale_part
+from tests.support.scaled_parts import PLACES, computing, scale_part
 from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers are the CPU's own")
@@ -244,21 +243,6 @@ def test_each_sequence_of_a_comparison_has_a_median_of_its_own(off, monkeypatch)
     given = (0, fused, equations, (before,), kwargs, output)
     with pytest.raises(NotFusedError) if off else nullcontext():
         fused_layers._compare(*given)
-
-
-def computing(between, after=lambda states: states[-1]):
-    """LlamaModel's forward pass with something between two layers, or with more than the last one's output."""
-
-    def forward(self, input_ids, position_ids=None, **kwargs):
-        hidden = self.embed_tokens(input_ids)
-        position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        kwargs |= {"position_embeddings": self.rotary_emb(hidden, position_ids), "attention_mask": None}
-        states = []
-        for layer in self.layers:
-            states.append(hidden := layer(between(hidden), **kwargs))
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(after(states)))
-
-    return forward
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm.errors import NotFusedError
@@ -19,7 +18,7 @@ from nanovllm.fast.layers.stacked_layers import StackedLayers
 from nanovllm.fast.replaced_layers import FastLayers
 from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
 from tests.support.reference_stack import ReferenceStack
-from tests.support.scaled_parts import PLACES, scale_part
+from tests.support.scaled_parts import PLACES, computing, scale_part
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 
@@ -216,16 +215,11 @@ def test_what_computes_something_between_two_layers_is_found_out():
 
 @pytest.mark.parametrize("num_layers", [2, 3])
 def test_a_model_that_reads_an_early_layers_output_behind_the_last_runs_as_it_is(num_layers, monkeypatch, caplog):
-    def forward(self, input_ids, position_ids=None, **kwargs):
-        hidden = self.embed_tokens(input_ids)
-        position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
-        kwargs |= {"position_embeddings": self.rotary_emb(hidden, position_ids), "attention_mask": None}
-        states = []
-        for layer in self.layers:
-            states.append(hidden := layer(hidden, **kwargs))
-            assert hidden.shape[1] == input_ids.shape[1] and hidden.dtype == torch.bfloat16  # no element is read
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden + 2 * states[0]))
+    def unread(hidden):
+        assert hidden.shape[0] == 1 and hidden.dtype == torch.bfloat16  # no element is read
+        return hidden
 
+    forward = computing(unread, after=lambda states: states[-1] + 2 * states[0])
     monkeypatch.setattr(LlamaModel, "forward", forward)
     binding = binding_of(tiny_llama(num_layers=num_layers))
     expected = hidden_step(binding, [0, 17])

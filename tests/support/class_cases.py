@@ -116,3 +116,11 @@ def engine_answers(llm, case, prompts, num_tokens):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers.append([output.outputs[0].token_ids for output in outputs])
     return answers
+
+
+def chunk_prompts():
+    """Around chunks of 64, one that begins with a decode, and two that share two blocks."""
+    choice = random.Random(5)
+    own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 60, 64, 125, 190)]
+    shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(130)]
+    return [*own, shared + own[2][:9], shared + own[3][:40]]

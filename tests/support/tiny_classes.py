@@ -241,3 +241,12 @@ def _draw_weights(model):
 def class_names():
     """The causal language model classes of the installed `transformers`."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+
+
+def routed(module, num_rows, dtype, device="cpu"):
+    """Rows for routed experts, their experts and weights; one expert gets none."""
+    generator = torch.Generator().manual_seed(num_rows)
+    states = torch.randn(num_rows, HIDDEN_SIZE, generator=generator)
+    scores = torch.rand(num_rows, module.num_experts - 1, generator=generator)
+    weights, indices = scores.softmax(dim=-1).topk(2)
+    return states.to(device, dtype), indices.to(device), weights.to(device, dtype)
