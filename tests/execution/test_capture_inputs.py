@@ -15,12 +15,9 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm import sampler as draws
-from nanovllm.fast import fast_draws, graph_paths
-from nanovllm.fast.attention import flex_gpu_options
-from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast import fast_draws
 from nanovllm.fast.gpu import cuda_graphs, forward_graphs, head_extras, mask_buffer, rehearsal
 from nanovllm.fast.gpu.head_extras import HeadExtras
-from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.features.costs.buckets import HeadShape
 from nanovllm.features.grammar import mask_threads
 from nanovllm.features.logprobs import logprobs
@@ -30,7 +27,7 @@ from nanovllm.features.token_masks import keep_bits
 from nanovllm.model_runner import PendingTokens
 from nanovllm.sampler import FILTERS
 from nanovllm.sequence import NewRequest, Sequence
-from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
+from tests.support.gpu_steps import CalledAgain, run_graphs_on_a_cpu
 from tests.support.option_traffic import answers
 from tests.support.structured import EOS
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
@@ -130,33 +127,16 @@ def kernels(monkeypatch):
     """Engines of graphs on this CPU, whose kernels these are."""
     own = Kernels()
 
-    class CheckedPool:
-        """A pool of graphs that run their function at each replay."""
-
-        def __init__(self, device): ...
-
+    class CheckedPool(CalledAgain):
         def capture(self, run, **_):
             own.is_capturing = True
             try:
-                run()
+                return super().capture(run)
             finally:
                 own.is_capturing = False
-            return type("Graph", (), {"replay": staticmethod(run)})
 
-        def synchronize(self): ...
-
-        def reset(self): ...
-
-    compute_without_kernels(monkeypatch)
-    monkeypatch.setattr(flex_gpu_options.Gpu, "from_device", classmethod(lambda *_: SMALL_GPU))
-    monkeypatch.setattr(flex_gpu_options, "find_kernel", lambda *_: None)
-    choice = AttentionChoice("flex", compiles=True, uses_graphs=True, kernels=())
-    monkeypatch.setattr(AttentionChoice, "for_model", classmethod(lambda *_: choice))
-    monkeypatch.setattr(graph_paths, "compile_ahead", lambda *_: None)
-    for name in ("merge_linears", "fuse_rotary", "compile_layers", "stack_layers", "use_kernel_layers"):
-        monkeypatch.setattr(FastLayers, name, lambda *_: None)
-    monkeypatch.setattr(cuda_graphs, "GraphPool", CheckedPool)
-    monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
+    layers = ["merge_linears", "fuse_rotary", "compile_layers", "stack_layers", "use_kernel_layers"]
+    run_graphs_on_a_cpu(monkeypatch, CheckedPool, left_out=layers)
     for module in (head_extras, mask_buffer):
         monkeypatch.setattr(module, "find_kernel", own.find)
     monkeypatch.setattr(fast_draws, "find_kernel", own.find_draw)
@@ -168,8 +148,6 @@ def kernels(monkeypatch):
     monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     monkeypatch.setattr(logprobs, "to_host", lambda tensor: tensor.clone())
     monkeypatch.setattr(PendingTokens, "send", classmethod(send_copies))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
     return own
 
 

@@ -4,18 +4,12 @@ A graph is a function that is called again, with what the packed step holds then
 """
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.fast import graph_paths
-from nanovllm.fast.attention import flex_gpu_options
-from nanovllm.fast.attention.backends import AttentionChoice
-from nanovllm.fast.gpu import cuda_graphs
 from nanovllm.fast.gpu.state_graphs import StateGraphExecutor
-from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.features.states import state_kernels
 from tests.support.class_cases import chunk_prompts, own_answers
-from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
+from tests.support.gpu_steps import run_graphs_on_a_cpu
 from tests.support.llms import check_engine
 from tests.support.tiny_classes import tiny_class_model
 
@@ -26,34 +20,10 @@ OPTIONS = {
 }  # fmt: skip
 
 
-class CalledAgain:
-    """A pool of graphs that run their function at each replay."""
-
-    def __init__(self, device): ...
-
-    def capture(self, run, **_):
-        run()
-        return type("Graph", (), {"replay": staticmethod(run)})
-
-    def synchronize(self): ...
-
-    def reset(self): ...
-
-
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    compute_without_kernels(monkeypatch)
-    monkeypatch.setattr(flex_gpu_options.Gpu, "from_device", classmethod(lambda *_: SMALL_GPU))
-    for module in (flex_gpu_options, state_kernels):
-        monkeypatch.setattr(module, "find_kernel", lambda *_: None)
-    choice = AttentionChoice("flex", compiles=True, uses_graphs=True, kernels=())
-    monkeypatch.setattr(AttentionChoice, "beside_mixers", classmethod(lambda *_: choice))
-    monkeypatch.setattr(graph_paths, "compile_ahead", lambda *_: None)
-    monkeypatch.setattr(FastLayers, "compile_layers", lambda _: None)
-    monkeypatch.setattr(cuda_graphs, "GraphPool", CalledAgain)
-    monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
+    run_graphs_on_a_cpu(monkeypatch, chosen_by="beside_mixers", left_out=["compile_layers"])
+    monkeypatch.setattr(state_kernels, "find_kernel", lambda *_: None)
 
 
 @pytest.mark.costly

@@ -5,16 +5,11 @@ packed inputs, tables and masks of each group that are tried; tests/gpu has the 
 """
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.fast import graph_paths
-from nanovllm.fast.attention import flex_gpu_options
 from nanovllm.fast.attention.backends import AttentionChoice
 from nanovllm.fast.attention.flex_gpu import GpuFlexAttention
-from nanovllm.fast.gpu import cuda_graphs
-from nanovllm.fast.replaced_layers import FastLayers
-from tests.support.gpu_steps import SMALL_GPU, compute_without_kernels
+from tests.support.gpu_steps import run_graphs_on_a_cpu
 from tests.support.layer_kinds import expected, model, prompts
 from tests.support.llms import check_engine
 
@@ -24,19 +19,8 @@ OPTIONS = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 6}
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
-    compute_without_kernels(monkeypatch)
-    monkeypatch.setattr(flex_gpu_options.Gpu, "from_device", classmethod(lambda *_: SMALL_GPU))
-    monkeypatch.setattr(flex_gpu_options, "find_kernel", lambda *_: None)
-    choice = AttentionChoice("flex", compiles=False, uses_graphs=True, kernels=())
-    monkeypatch.setattr(AttentionChoice, "for_model", classmethod(lambda *_: choice))
+    run_graphs_on_a_cpu(monkeypatch, lambda _: None, compiles=False, left_out=["merge_linears", "fuse_rotary"])
     monkeypatch.setattr(AttentionChoice, "captures", lambda *_: False)
-    monkeypatch.setattr(graph_paths, "compile_ahead", lambda *_: None)
-    for name in ("merge_linears", "fuse_rotary"):
-        monkeypatch.setattr(FastLayers, name, lambda _: None)
-    monkeypatch.setattr(cuda_graphs, "GraphPool", lambda _: None)
-    monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
 
 
 @pytest.mark.full

@@ -6,13 +6,17 @@ import numpy as np
 import torch
 
 from nanovllm.attention import write_states
-from nanovllm.fast.attention import flex_chunks, flex_decodes
+from nanovllm.fast import graph_paths
+from nanovllm.fast.attention import flex_chunks, flex_decodes, flex_gpu_options
+from nanovllm.fast.attention.backends import AttentionChoice
 from nanovllm.fast.attention.flex_gpu import GpuFlexAttention
 from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.fast.attention.step_tables import TableInputs
 from nanovllm.fast.attention.tiles import Tiles
+from nanovllm.fast.gpu import cuda_graphs
 from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
 from nanovllm.fast.kernels.paged_decode import PagedDecode
+from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.features.costs.buckets import Buckets
 from nanovllm.features.engine_config import EngineConfig
 from tests.support.paged_cases import NUM_BLOCKS
@@ -147,3 +151,39 @@ def compute_without_kernels(monkeypatch):
     for module in (flex_chunks, flex_decodes):
         monkeypatch.setattr(module, "flex_attention", flex_attention_by_lists)
     _backends.clear()
+
+
+class CalledAgain:
+    """A pool of graphs that run their function at each replay."""
+
+    def __init__(self, device): ...
+
+    def capture(self, run, **_):
+        run()
+        return type("Graph", (), {"replay": staticmethod(run)})
+
+    def synchronize(self): ...
+
+    def reset(self): ...
+
+
+def run_graphs_on_a_cpu(monkeypatch, pool=CalledAgain, *, chosen_by="for_model", compiles=True, left_out=()):
+    """Let engines on a CPU run their steps as captured graphs, without kernels and compilation.
+
+    Args:
+        pool: in the place of `GraphPool`.
+        chosen_by: method of `AttentionChoice` that chooses for the engine's models.
+        left_out: methods of `FastLayers` that do nothing.
+    """
+    compute_without_kernels(monkeypatch)
+    monkeypatch.setattr(flex_gpu_options.Gpu, "from_device", classmethod(lambda *_: SMALL_GPU))
+    monkeypatch.setattr(flex_gpu_options, "find_kernel", lambda *_: None)
+    choice = AttentionChoice("flex", compiles=compiles, uses_graphs=True, kernels=())
+    monkeypatch.setattr(AttentionChoice, chosen_by, classmethod(lambda *_: choice))
+    monkeypatch.setattr(graph_paths, "compile_ahead", lambda *_: None)
+    for name in left_out:
+        monkeypatch.setattr(FastLayers, name, lambda *_: None)
+    monkeypatch.setattr(cuda_graphs, "GraphPool", pool)
+    monkeypatch.setattr(cuda_graphs, "to_device", lambda array, _: torch.from_numpy(array))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **rest: empty(*sizes, **rest))
