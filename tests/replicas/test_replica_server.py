@@ -144,6 +144,7 @@ def test_an_abort_ends_a_stream_with_what_it_has(running):
 
     last = asyncio.run(run())
     assert last.finish_reason == "abort" and expected(prompt).token_ids[: len(last.token_ids)] == last.token_ids
+    comes_true(running.is_idle, 10.0)  # with what its last steps in flight have released
 
 
 def test_the_live_view_shows_the_requests_of_all_replicas(running):

@@ -323,6 +323,7 @@ class ReplicaPool:
         """Sums over the replicas' last reports, with counters of dead replicas; queue lengths are exact."""
         if os.getpid() != self._process_id:
             raise ForkedChildError("ReplicaPool", self._process_id)
+        self.tend()  # no step reads the report that follows an abort
         num_running = sum(replica.num_running for replica in self.replicas)
         return self._stats.total(
             [replica.stats for replica in self.replicas if replica.stats is not None],
