@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
+from nanovllm.models.quantised.stored_config import KEPT_METHODS, checkpoint_of
 from nanovllm.models.source import is_gguf
 
 
-def check_exact_activations(config: EngineConfig, source: str | None, device: str | None = None) -> None:
+def _stays_quantised(config: EngineConfig, source: str, stored: Mapping[str, Any] | None) -> bool:
+    """Whether weights that are stored quantised are computed with."""
+    checkpoint = None if stored is None else checkpoint_of(stored)
+    is_kept = checkpoint is not None and checkpoint.method in KEPT_METHODS
+    return config.quantization != "dequantize" and (is_gguf(source) or is_kept)
+
+
+def check_exact_activations(
+    config: EngineConfig, source: str | None, device: str | None = None, *, stored: Mapping[str, Any] | None = None
+) -> None:
     """Raise ValueError if the option, set in `config`, changes nothing, as far as is known before the model is loaded.
 
     Args:
         source: model source as `find` returns it; None for a loaded module.
         device: device of the weights where it is known; None takes the one in `config`.
+        stored: the model's config.json, where it is known.
     """
     if config.tensor_parallel_size > 1:
         refuse("exact_activations", TENSOR_PARALLEL)
@@ -29,7 +43,7 @@ def check_exact_activations(config: EngineConfig, source: str | None, device: st
     elif config.enforce_eager:
         reason = "enforce_eager is True"
         remedy = "drop enforce_eager"
-    elif config.quantization not in QUANTISED_ON_LOAD and (config.quantization == "dequantize" or not is_gguf(source)):
+    elif config.quantization not in QUANTISED_ON_LOAD and not _stays_quantised(config, source, stored):
         reason = f"the weights of {source} are not quantised"
         remedy = "set quantization='int8' or 'int4'"
     else:

@@ -40,28 +40,33 @@ def check_stored_limits(source: str, options: EngineConfig) -> None:
 
     An option about quantised weights that contradicts the config is refused too.
     """
+    found = _stored_config(source, options)
+    is_known = isinstance(found, dict)
     if options.exact_activations:
-        check_exact_activations(options, source)
-    if is_gguf(source):
-        from nanovllm.models.gguf.config import read_config
-        from nanovllm.models.gguf.file import open_gguf
-
-        found: Any = read_config(open_gguf(source))
-    else:
-        path = Path(source) / "config.json"
-        if not path.is_file():
-            from huggingface_hub import try_to_load_from_cache
-
-            cached = try_to_load_from_cache(source, "config.json", revision=options.revision)
-            if not isinstance(cached, str):
-                return
-            path = Path(cached)
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelLoadError(f"the model {source!r} could not be loaded: {path} is not JSON: {error}") from None
-    if isinstance(found, dict):
+        check_exact_activations(options, source, stored=found if is_known and not is_gguf(source) else None)
+    if is_known:
         if not is_gguf(source):
             check_contradiction(source, checkpoint_of(found), options.quantization)
         text = found.get("text_config")
         check_limits(SimpleNamespace(**(text if isinstance(text, dict) else found)), options)
+
+
+def _stored_config(source: str, options: EngineConfig) -> Any:
+    """The config on disk; None if there is none."""
+    if is_gguf(source):
+        from nanovllm.models.gguf.config import read_config
+        from nanovllm.models.gguf.file import open_gguf
+
+        return read_config(open_gguf(source))
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(source, "config.json", revision=options.revision)
+        if not isinstance(cached, str):
+            return None
+        path = Path(cached)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"the model {source!r} could not be loaded: {path} is not JSON: {error}") from None

@@ -21,6 +21,7 @@ from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
 from nanovllm.models.experts import KEPT_EXPERTS
+from nanovllm.models.limits import check_stored_limits
 from nanovllm.models.quantised import reader
 from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
 from nanovllm.models.quantised.kept_experts import KeptExperts
@@ -459,3 +460,10 @@ def test_a_release_of_the_library_without_the_seam_is_named(monkeypatch):
     assert "rotated" in reader.why_not_read({"quant_method": "fp8", "transform_config": {"config_groups": {"a": 1}}})
     monkeypatch.delattr(HfQuantizer, "serialized_names")
     assert "does not hand a module's serialized tensors" in reader.why_not_read({"quant_method": "awq"})
+
+
+def test_exact_activations_are_for_weights_that_stay_quantised(tmp_path):
+    folder = str(save_quantised(tmp_path, "ct-w4a16", small_llama(num_layers=1)))
+    check_stored_limits(folder, EngineConfig(exact_activations=True))
+    with pytest.raises(ValueError, match="are not quantised, so no weights are multiplied as bytes"):
+        check_stored_limits(folder, EngineConfig(exact_activations=True, quantization="dequantize"))
