@@ -27,7 +27,7 @@ EXPERTS_NAME = "nanovllm"
 # The attribute of a model's config that selects our experts.
 EXPERTS = {"_experts_implementation_internal": EXPERTS_NAME}
 PACKED_EXPERTS = "nanovllm_packed_experts"  # attribute of a packed experts module, not of a live one
-KEPT_EXPERTS = "nanovllm_kept_experts"  # attribute of a module whose weights are quantised blocks
+KEPT_EXPERTS = "nanovllm_kept_experts"  # attribute of a module with weights in quantised blocks
 
 
 def experts_function(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
 
 
 def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[str, Any], *, is_kept: bool) -> Reader:
-    """What reads a model of a class of the library, with the report of its load; nothing is read yet.
+    """Function that reads a model of a class of the library, with the report of its load; nothing is read yet.
 
     Args:
         is_kept: weights of a quantised checkpoint stay so, or are dequantised where they have no layout.

@@ -39,7 +39,7 @@ def check_shards(source: str, config: EngineConfig) -> None:
         else:
             model_config = AutoConfig.from_pretrained(source, **options)
             keeps(source, model_config, config.quantization, config.device, is_sharded=True)
-            if getattr(model_config, "quantization_config", None) is not None:  # dequantised before it is sharded
+            if getattr(model_config, "quantization_config", None) is not None:  # weights are dequantised first
                 del model_config.quantization_config
         own_class = loader.part_of_another(model_config)
         if own_class is None:

@@ -117,7 +117,7 @@ def _positions(config: Mapping[str, Any]) -> int:
 def _stored_weights(source: str, folder: Path, checkpoint: Checkpoint | None) -> tuple[int, int, tuple[int, int]]:
     """(weights, bytes in files, (weights, bytes) that can stay quantised) of a folder; pickles are taken for float16.
 
-    Raises MissingLibraryError for quantised weights whose library is missing, and ModelLoadError for damaged files.
+    Raises MissingLibraryError for quantised weights with a missing library, and ModelLoadError for damaged files.
     """
     if checkpoint is not None and checkpoint.is_read:
         from nanovllm.models.quantised.dequantised import StoredWeights  # imports torch

@@ -312,9 +312,9 @@ class QuantisedLinear(_Quantised):
 
 
 class SortedLinear(nn.Module):
-    """A quantised layer whose inputs are sorted by their groups first (act-order).
+    """A quantised layer that sorts its inputs by their groups first (act-order).
 
-    No linear layer to kernels that fuse several; the layer in it is packed by itself.
+    No linear layer to kernels that fuse several; the layer in it is packed alone.
     """
 
     order: Tensor

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanovllm.errors import ModelLoadError
 from nanovllm.models.quantised.rows import EXPONENTS, RowFormat, as_nibbles, nibbles
 
-Tensors = Mapping[str, Tensor]  # of a module, by the last part of their names
+Tensors = Mapping[str, Tensor]  # a module's, by the last part of their names
 
 # Names of a module's quantised tensors. Scales of activations are accepted and not read: activations stay as they are.
 SUFFIXES = {
@@ -38,19 +38,19 @@ _MXFP4_RUN = 32
 
 
 class NoLayoutError(ValueError):
-    """A module's tensors are of no layout that is kept; the message says what they are."""
+    """A module's tensors are of no layout that is kept; the message describes them."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a module's tensors hold.
+    """Content of a module's tensors.
 
     Attributes:
         form: format of its rows.
         num_rows: outputs.
         blocks: the tensors as blocks [num_rows, bytes a row].
         order: [width], the input that each weight of a row multiplies; None for the inputs' own order.
-        fault: what is wrong with the tensors' values, if anything.
+        fault: description of wrong values, or None.
     """
 
     form: RowFormat
@@ -70,7 +70,7 @@ def layout_of(settings: Mapping[str, Any], name: str, tensors: Tensors, width: i
 
     Args:
         settings: the checkpoint's `quantization_config`.
-        tensors: with memory or without it; those of one dimension with memory, since they may contradict others.
+        tensors: meta tensors, or with memory; one-dimensional ones have memory, since they may contradict others.
         width: inputs of the module.
 
     Raises ModelLoadError for tensors that contradict each other, NoLayoutError for those of another layout.
@@ -161,7 +161,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 def _order_of(name: str, suffix: str, tensors: Tensors, width: int, num_runs: int) -> Tensor | None:
     """Inputs sorted by their groups, which become neighbours; None if they are already, as without act-order."""
     groups = tensors.get(suffix)
-    if groups is None or (groups < 0).all():  # as compressed-tensors stores it before a calibration
+    if groups is None or (groups < 0).all():  # -1 before a calibration
         return None
     _check(name, suffix, groups, (width,))
     counts = torch.bincount(groups.clamp(min=0).long(), minlength=num_runs)
@@ -260,7 +260,7 @@ def _of_plain_values(settings: Mapping[str, Any], name: str, tensors: Tensors, w
     height, run = _block_of(settings, name, suffix, scales, (rows, width))
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and (zeros.is_floating_point() or zeros.dtype == torch.float8_e4m3fn):
-        zeros = None  # of floats, which have none
+        zeros = None  # floats have none
     if zeros is not None:
         _check(name, "weight_zero_point", zeros, tuple(scales.shape))
     own_run = math.gcd(width, run)  # a row's last block may be a part

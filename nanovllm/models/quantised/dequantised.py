@@ -34,7 +34,7 @@ logger = logging.getLogger("nanovllm")
 class StoredWeights:
     """Weights of a quantised checkpoint, by the headers of its files.
 
-    found: by plain name. num_stored_bytes: of all tensors. num_unused: scales of activations, K and V.
+    found: weights by plain name. num_stored_bytes: bytes of all tensors. num_unused: scales of activations, K and V.
     """
 
     def __init__(self, source: str, folder: Path, checkpoint: Checkpoint) -> None:
@@ -105,7 +105,7 @@ class _Widened:
             with torch.inference_mode(False):
                 tensors = {role: file.get_tensor(parts[role].name) for role, file in self._files.items()}
                 plain = self._weight.widen(tensors)
-        except Exception as error:  # of the formats' own libraries
+        except Exception as error:  # the formats' own libraries raise whatever they like
             raise ModelLoadError(f"{self._weight.name} cannot be dequantised: {error}") from error
         if tuple(plain.shape) != self._weight.shape:
             raise ModelLoadError(
@@ -121,7 +121,7 @@ def load_plain(
 
     Args:
         model_class: class or Auto class of the library.
-        options: of `from_pretrained`.
+        options: arguments of `from_pretrained`.
     """
     lookups: dict[str, Any] = {key: options[key] for key in ("local_files_only", "revision") if key in options}
     if model_class is AutoModelForCausalLM:
@@ -135,7 +135,7 @@ def load_plain(
         module, report = model_class.from_pretrained(None, config=plain, state_dict=state, dtype=dtype, **options)
     module.name_or_path = source
     module.config.name_or_path = source
-    with suppress(OSError):  # without generation_config.json: the one that the library makes of the config stays
+    with suppress(OSError):  # no generation_config.json: the library's own, made of the config, stays
         module.generation_config = GenerationConfig.from_pretrained(source, **lookups)
     return module, report
 

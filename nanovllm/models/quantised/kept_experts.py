@@ -1,6 +1,6 @@
-"""Routed experts whose weights stay quantised: blocks [num_experts, outputs, bytes a row] in place of each projection.
+"""Routed experts with quantised weights: blocks [num_experts, outputs, bytes a row] in place of each projection.
 
-They are dequantised expert by expert, of those that a step's rows ask for, until CPU kernels have packed them.
+They are dequantised expert by expert, only for experts that a step's rows ask for, until CPU kernels have packed them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _DequantisedExperts:
     def __call__(self, call: Any, rows: Tensor, counts: list[int]) -> Tensor:
         parts = rows.split([*counts, len(rows) - sum(counts)])
         found = [linear(part) for linear, part in zip(self.linears, parts, strict=False) if len(part)]
-        missing = parts[-1].new_zeros(len(parts[-1]), self.linears[0].out_features)  # of rows of no expert
+        missing = parts[-1].new_zeros(len(parts[-1]), self.linears[0].out_features)  # rows of no expert
         return torch.cat([*found, missing])
 
 

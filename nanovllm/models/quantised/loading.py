@@ -1,4 +1,4 @@
-"""How a quantised checkpoint is loaded: kept as it is, or with plain weights, of which the log says the bytes."""
+"""Loads a quantised checkpoint: kept, or with plain weights; the log tells their bytes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ logger = logging.getLogger("nanovllm")
 def keeping(
     model_class: Any, source: str, model_config: Any, *, keeps: bool = True, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """(module, report of its load) of a checkpoint whose weights stay quantised where kernels multiply them.
+    """(module, report of its load) of a checkpoint with weights that stay quantised where kernels multiply them.
 
     Args:
         keeps: False to dequantise all weights.
-        options: of `from_pretrained`.
+        options: arguments of `from_pretrained`.
 
     Raises UnsupportedModelError for tensors of no layout, before any weight is read.
     """
@@ -52,7 +52,7 @@ def dequantising(
     """Loads plain weights of a checkpoint, which is checked by its headers now; logs its bytes, stored and plain.
 
     Args:
-        options: of `from_pretrained`.
+        options: arguments of `from_pretrained`.
 
     Raises MissingLibraryError and ModelLoadError.
     """

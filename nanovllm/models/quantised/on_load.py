@@ -27,7 +27,7 @@ def quantise_model(model: Any, option: str, device: torch.device | str = "cpu") 
 
     Args:
         option: "int8" or "int4", or "fp8" for a GPU.
-        device: of the engine; weights of "fp8" come to it one after another.
+        device: the engine's; weights of "fp8" come to it one after another.
 
     Raises UnsupportedModelError for a model without any such layer.
     """

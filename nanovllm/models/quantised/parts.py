@@ -20,7 +20,7 @@ class QuantisedParts(NamedTuple):
         num_bits: 8 for int8, else 4 or 5.
         zeros: [out_features, runs] uint8, in place of minima.
         units: [out_features, 1] float32.
-        is_float: whether values are codes: of 4 bits (e2m1), with scales in bfloat16 that are half of theirs, or of 8
+        is_float: True if values are codes: of 4 bits (e2m1), with scales in bfloat16 that are half of theirs, or of 8
             (e4m3).
     """
 

@@ -4,7 +4,7 @@
     tensors ──(the library's loader, `_FillWeight`)──> blocks, as parameters ──> QuantisedLinear
 
 Renames, fused experts and shards of files are the library's. `HfQuantizer` is its public seam; ours stands in for the
-checkpoint's own, whose packages and devices reading does not need.
+checkpoint's own: reading needs neither its packages nor its devices.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class _Reader(HfQuantizer):
         self.serialized_names = _names_by_parameter(self.suffixes)
         self.planned: dict[str, RowFormat] = {}  # parameters that stay quantised
         self.changed: set[str] = set()  # parameters that the library makes of several otherwise than by joining rows
-        self.kept: dict[str, Tensor | None] = {}  # those that are loaded, and the order of their inputs
-        self.faults: list[str] = []  # raised after the load: the library turns errors in between into a long report
+        self.kept: dict[str, Tensor | None] = {}  # the order of inputs of each, once it is loaded
+        self.faults: list[str] = []  # the library makes a long report of an error within the load
 
     is_trainable = False
 
@@ -207,10 +207,10 @@ class _Reader(HfQuantizer):
 
 
 class _FillWeight(ConversionOps):
-    """Makes a parameter of a module's serialized tensors: blocks of those that stay quantised, else plain weights."""
+    """Makes a parameter of a module's serialized tensors: blocks where weights stay quantised, else plain weights."""
 
     def __init__(self, hf_quantizer: _Reader) -> None:
-        self.hf_quantizer = hf_quantizer  # by this name the loader sees that tensors come in their own dtypes
+        self.hf_quantizer = hf_quantizer  # the loader sees by this name that tensors come in their own dtypes
         self.keeps = True
 
     def __deepcopy__(self, memo: Any) -> _FillWeight:

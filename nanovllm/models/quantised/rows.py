@@ -18,9 +18,9 @@ from nanovllm.models.quantised.parts import QuantisedParts
 
 # Twice the numbers of 4-bit floats (e2m1), by code: whole numbers, so that kernels multiply them as bytes.
 DOUBLED_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_BITS = {"int8": 8, "uint8": 8, "uint4": 4, "float8": 8, "float4": 4}  # of each encoding of values
+_BITS = {"int8": 8, "uint8": 8, "uint4": 4, "float8": 8, "float4": 4}  # a value's, by encoding
 _RUN_OF_KERNELS = 32
-_LONG_RUN = 128  # of 8-bit floats
+_LONG_RUN = 128  # a run of 8-bit floats
 _ZERO_OF_SIGNED = 8  # zero point of nibbles that are stored without one
 EXPONENTS = torch.uint8  # dtype of scales that are powers of two (e8m0): 2^(byte - 127)
 
@@ -30,12 +30,12 @@ class RowFormat:
     """Layout of a row.
 
     Attributes:
-        values: encoding, "int8", "uint8" or "uint4" (minus a zero point), "float8" (e4m3) or "float4" (e2m1). Of two in
-            a byte the first has the lower half.
+        values: "int8", "uint8" or "uint4" (minus a zero point), "float8" (e4m3) or "float4" (e2m1). Of two in a byte
+            the first has the lower half.
         width: weights of a row.
         run: neighbours with one scale; divides the width.
         scales: dtype of the scales; EXPONENTS for powers of two.
-        has_zeros: whether each run has a zero point.
+        has_zeros: True if each run has a zero point.
         unit: operation of the row's unit on its scales, "times" or "over"; "" for rows without one.
     """
 

@@ -1,4 +1,4 @@
-"""Linear layers of 8-bit floats on a GPU, whose inputs are rounded to 8-bit floats too, each row by its own scale.
+"""Linear layers of 8-bit floats on a GPU; their inputs are rounded to 8-bit floats too, each row by its own scale.
 
 A GPU multiplies two matrices of 8-bit floats (e4m3) at twice bfloat16's rate, and reads half of its bytes. cuBLAS does
 so fastest with one scale for each matrix, for any number of rows; so the scales of outputs and of rows multiply its
@@ -17,14 +17,14 @@ from nanovllm.errors import UnsupportedModelError
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # number of e4m3
-# Names of the operators of a layer, each of which computes rows apart.
+# Names of a layer's operators; each computes rows apart.
 OPERATORS = frozenset({"_scaled_mm", "_scaled_mm_v2", "abs", "amax", "clamp", "constant_pad_nd", "div", "reshape"})
 BLOCK = 128
-_LEAST_SCALE = 2.0**-100  # of a row of zeros
+_LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 _MULTIPLE = 16  # outputs and inputs that the products take
-_LEAST_CAPABILITY = (8, 9)  # of a GPU that multiplies 8-bit floats
+_LEAST_CAPABILITY = (8, 9)  # least capability with products of 8-bit floats
 _BLOCKS_CAPABILITY = (9, 0)
-_LEAST_ROWS = 8  # of a product with scales of blocks, and further rows by fours
+_LEAST_ROWS = 8  # rows of a product with scales of blocks; more come by fours
 _ROWS_BY = 4
 
 
@@ -69,7 +69,7 @@ class ScaledLinear(nn.Module):
 
     @classmethod
     def joined(cls, linears: Sequence[ScaledLinear]) -> ScaledLinear:
-        """One layer with the outputs of all, of which none or each has a bias."""
+        """One layer with the outputs of all; none or each has a bias."""
         biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         values = torch.cat([linear.values.view(torch.uint8) for linear in linears]).view(E4M3)
         return cls(values, torch.cat([linear.scales for linear in linears]), torch.cat(biases) if biases else None)

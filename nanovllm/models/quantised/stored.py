@@ -1,7 +1,7 @@
 """Weights of quantised checkpoints, found and checked by the headers of their files: no weight is read for it.
 
 A checkpoint has several tensors for a weight, such as its values and their scales, next to each other by name. `find`
-puts them together, and refuses by name what is missing, of another shape, or unknown.
+puts them together, and refuses by name missing tensors, other shapes, and unknown.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Parts = Mapping[str, StoredTensor]
 class Quantised:
     """A quantised weight in files.
 
-    name: of the plain weight. shape: of the plain weight. parts: its tensors by role.
+    name, shape: the plain weight's. parts: its tensors by role.
     widen: the plain weight from the tensors of `parts`.
     """
 
@@ -67,7 +67,7 @@ class Quantised:
         return math.prod(self.shape)
 
 
-# What a method makes of the tensors of one weight; raises ModelLoadError for tensors that are no weight of its format.
+# Finds a weight of a method among tensors; raises ModelLoadError for tensors that are no weight of its format.
 Reader = Callable[[str, Parts], Quantised]
 
 
@@ -88,7 +88,7 @@ def find(headers: Mapping[str, StoredTensor], method: str, read: Reader) -> dict
 
 
 def _is_plain(name: str, parts: Parts) -> bool:
-    """Whether a weight is stored as it is; one of bytes or packed integers lacks its scale."""
+    """Whether a weight is stored plain; one of bytes or packed integers lacks its scale."""
     dtype = parts["weight"].dtype if set(parts) == {"weight"} else FP8[0]
     return dtype not in FP8 and not (dtype in ("I8", "U8", "I32") and name.endswith("weight"))
 

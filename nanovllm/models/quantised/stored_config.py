@@ -1,4 +1,4 @@
-"""Quantised checkpoints by their config alone: what is stored, and whether it is kept or dequantised; without torch."""
+"""Quantised checkpoints by their config alone: formats, and whether they are kept or dequantised; without torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD
 
-# Methods whose weights stay quantised on a CPU, by `reader`, and those that are dequantised, by `widened`.
+# Methods with weights that stay quantised on a CPU, by `reader`, and methods that `widened` dequantises.
 KEPT_METHODS = ("compressed-tensors", "fp8", "mxfp8", "modelopt", "gptq", "awq", "mxfp4")
 READ_METHODS = ("compressed-tensors", "fp8", "mxfp8", "fbgemm_fp8", "modelopt", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a model's config says of its stored weights.
+    """A model's config about its stored weights.
 
     method: quant_method, such as "compressed-tensors". settings: the whole quantization_config.
     """
@@ -70,7 +70,7 @@ def checkpoint_of(config: Any) -> Checkpoint | None:
 
 
 def keeps(source: str, model_config: Any, option: str | None, device: str, *, is_sharded: bool = False) -> bool:
-    """Whether a checkpoint's weights may stay quantised; False for plain ones, and for those that are dequantised.
+    """Whether a checkpoint's weights may stay quantised; False for plain and for dequantised ones.
 
     Args:
         model_config: config of the model, a mapping or an object of the library.

@@ -1,4 +1,4 @@
-"""What each format of quantised weights means: shapes that belong together, and the plain weight in float32.
+"""Meaning of each format of quantised weights: shapes that belong together, and the plain weight in float32.
 
 Products of values and scales are those of `transformers` and `compressed-tensors`, bit for bit, where these read the
 same format right.
@@ -30,7 +30,7 @@ from nanovllm.models.quantised.stored_config import Checkpoint
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENTS = ("F8_E8M0", "U8")
 _SCALES = ("F32", "BF16", "F16", *_EXPONENTS)
-_FP4_FORMATS = {"nvfp4-pack-quantized": FP8, "mxfp4-pack-quantized": ("U8",)}  # and dtypes of their scales
+_FP4_FORMATS = {"nvfp4-pack-quantized": FP8, "mxfp4-pack-quantized": ("U8",)}  # dtypes of their scales
 _FP8_BLOCK = (128, 128)
 _MX_BLOCK = (1, 32)
 _NVFP4_BLOCK = (1, 16)
@@ -47,7 +47,7 @@ def reader_of(source: Any, checkpoint: Checkpoint) -> Reader:
 def fp4_values(packed: Tensor) -> Tensor:
     """Two e2m1 numbers a byte, the low half first: [..., bytes] -> [..., 2 * bytes] float32."""
     numbers = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)  # of each byte
+    pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)  # one for each byte
     return pairs.index_select(0, packed.contiguous().view(torch.uint8).flatten().int()).view(*packed.shape[:-1], -1)
 
 
@@ -122,7 +122,7 @@ def _block_of(parts: Parts, shape: tuple[int, ...], blocks: list[tuple[int, int]
     """The block, of those possible, that the scales of a weight are for; raises ModelLoadError for another number."""
     scale = parts["scale"]
     if scale.dtype in _EXPONENTS:
-        blocks = [*blocks, _MX_BLOCK]  # experts in MXFP4 or MXFP8 beside other layers in larger blocks
+        blocks = [*blocks, _MX_BLOCK]  # experts in MXFP4 or MXFP8, other layers in larger blocks
     shapes = [blocks_of(shape, block) for block in blocks]
     given = scale.shape
     if scale.num_elements == math.prod(shape[:-2]):
@@ -249,10 +249,10 @@ def _decompressed(name: str, parts: Parts, scheme: Any, form: str) -> Quantised:
 
 
 def _widen_fp4(tensors: Mapping[str, Tensor]) -> Tensor:
-    """NVFP4 and MXFP4 as compressed-tensors widens them, which takes five times as long: rounded to bfloat16."""
+    """NVFP4 and MXFP4 as compressed-tensors widens them, which takes 3.5 times as long: rounded to bfloat16."""
     values = fp4_values(tensors["weight_packed"])
     scales = scale_values(tensors["weight_scale"])
-    if "weight_global_scale" in tensors:  # stored as its reciprocal
+    if "weight_global_scale" in tensors:  # its reciprocal is stored
         scales = scales / tensors["weight_global_scale"].float().reshape(-1)
     return times_blocks(values, scales, (1, values.shape[1] // scales.shape[1])).bfloat16()
 

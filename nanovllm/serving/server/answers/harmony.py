@@ -29,7 +29,7 @@ _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonyStream:
     """Separates thought, content and tool calls of one answer while it streams.
 
-    A call of an unknown tool, or with truncated arguments, is content; so is text behind whole arguments.
+    A call of an unknown tool, or with truncated arguments, is content; so is text after whole arguments.
 
     Args:
         tools: schemas of the parameters of the request's tools, by name.
