@@ -7,12 +7,13 @@ from typing import Any
 
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
-from nanovllm.models.quantised.stored_config import KEPT_METHODS, checkpoint_of
 from nanovllm.models.source import is_gguf
 
 
 def _stays_quantised(config: EngineConfig, source: str, stored: Mapping[str, Any] | None) -> bool:
     """Whether weights that are stored quantised are computed with."""
+    from nanovllm.models.quantised.stored_config import KEPT_METHODS, checkpoint_of
+
     checkpoint = None if stored is None else checkpoint_of(stored)
     is_kept = checkpoint is not None and checkpoint.method in KEPT_METHODS
     return config.quantization != "dequantize" and (is_gguf(source) or is_kept)

@@ -9,9 +9,8 @@ from typing import Any
 
 from nanovllm.config import first_field, positions_of
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
-from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.engine_config import ABOUT_CHECKPOINTS, EngineConfig
 from nanovllm.models.exact_activations import check_exact_activations
-from nanovllm.models.quantised.stored_config import check_contradiction, checkpoint_of
 from nanovllm.models.source import is_gguf
 
 
@@ -45,7 +44,9 @@ def check_stored_limits(source: str, options: EngineConfig) -> None:
     if options.exact_activations:
         check_exact_activations(options, source, stored=found if is_known and not is_gguf(source) else None)
     if is_known:
-        if not is_gguf(source):
+        if options.quantization in ABOUT_CHECKPOINTS and not is_gguf(source):
+            from nanovllm.models.quantised.stored_config import check_contradiction, checkpoint_of
+
             check_contradiction(source, checkpoint_of(found), options.quantization)
         text = found.get("text_config")
         check_limits(SimpleNamespace(**(text if isinstance(text, dict) else found)), options)

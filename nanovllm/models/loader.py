@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from nanovllm.defaults import LoadedModel, device_of
 from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.chat.chat import with_chat_template
-from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
+from nanovllm.features.engine_config import ABOUT_CHECKPOINTS, QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.headless import Reader, load_headless, with_stand_in
 from nanovllm.features.states.state_layers import LAYER_TYPES
 from nanovllm.features.unsupported import attending_layers, unsupported
@@ -30,8 +30,6 @@ from nanovllm.models.exact_activations import check_exact_activations
 from nanovllm.models.experts import is_kept
 from nanovllm.models.limits import check_limits, check_stored_limits
 from nanovllm.models.mistakes import name_mistake, name_tensors
-from nanovllm.models.quantised.loading import dequantising, folder_of, keeping
-from nanovllm.models.quantised.stored_config import checkpoint_of, keeps
 from nanovllm.models.source import check_skipped_tokenizer, find, find_tokenizer, is_gguf, needs_tokenizer
 
 
@@ -108,14 +106,14 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
 
         with _no_progress_bars():
             return loading.load_module(source, config, device, is_sharded=is_sharded)
-    _check_device(config, device)
+    if config.quantization in QUANTISED_ON_LOAD:
+        _check_device(config, device)
     with load_errors(f"the model {source!r}", source):
         model_config = AutoConfig.from_pretrained(source, **options)
     text_config = model_config.get_text_config(decoder=True)
     attending_layers(_name_of(model_config), text_config, LAYER_TYPES)  # refuses layers of unknown types
     check_limits(text_config, config)  # defaults of the config's class included
-    is_kept = keeps(source, model_config, config.quantization, device.type, is_sharded=is_sharded)
-    read = _reader(source, model_config, config, options, is_kept=is_kept)
+    read = _reader(source, model_config, config, options, "" if is_sharded else device.type)
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM
         module, info = load_headless(model_config, source, read, **options) or read(model_class)
@@ -130,7 +128,7 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
 
 
 def _check_device(config: EngineConfig, device: torch.device) -> None:
-    """Raise ValueError if the device has no kernels for `quantization`."""
+    """Raise ValueError if the device has no kernels for weights that are quantised on load."""
     if config.quantization == "fp8":
         from nanovllm.models.quantised.scaled import why_not
 
@@ -139,23 +137,31 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
                 f"quantization is 'fp8', which is for GPUs of capability 8.9 and later, but {reason}. Leave it out, or "
                 "set 'int8' on a CPU."
             )
-    elif config.quantization in QUANTISED_ON_LOAD and device.type != "cpu":
+    elif device.type != "cpu":
         raise ValueError(
             f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
             "Leave it out, set 'fp8', or set device='cpu'."
         )
 
 
-def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[str, Any], *, is_kept: bool) -> Reader:
+def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[str, Any], device: str) -> Reader:
     """Function that reads a model of a class of the library, with the report of its load; nothing is read yet.
 
     Args:
-        is_kept: weights of a quantised checkpoint stay so, or are dequantised where they have no layout.
+        device: type of the device on which weights of a quantised checkpoint may stay so; "" for shards.
 
-    Raises UnsupportedModelError for quantised weights that cannot be dequantised, and ModelLoadError for damaged ones.
+    Raises ValueError for an option that contradicts the checkpoint, UnsupportedModelError for quantised weights that
+    cannot be dequantised, and ModelLoadError for damaged ones.
     """
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    is_plain = getattr(model_config, "quantization_config", None) is None
+    if is_plain and config.quantization not in ABOUT_CHECKPOINTS:
+        return lambda model_class: model_class.from_pretrained(source, dtype=dtype, **options)
+    from nanovllm.models.quantised.loading import dequantising, folder_of, keeping
+    from nanovllm.models.quantised.stored_config import checkpoint_of, keeps
+
+    is_kept = keeps(source, model_config, config.quantization, device, is_sharded=not device)
     checkpoint = checkpoint_of(model_config)
 
     def dequantising_reader() -> Reader:
@@ -176,7 +182,7 @@ def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[
                 raise
             return dequantising_reader()(model_class)
 
-    if checkpoint is None:
+    if checkpoint is None:  # an empty quantization_config
         return lambda model_class: model_class.from_pretrained(source, dtype=dtype, **options)
     return read_kept if is_kept else dequantising_reader()
 
