@@ -155,17 +155,15 @@ def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[
     """
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    is_plain = getattr(model_config, "quantization_config", None) is None
-    if is_plain and config.quantization not in ABOUT_CHECKPOINTS:
+    if not getattr(model_config, "quantization_config", None) and config.quantization not in ABOUT_CHECKPOINTS:
         return lambda model_class: model_class.from_pretrained(source, dtype=dtype, **options)
     from nanovllm.models.quantised.loading import dequantising, folder_of, keeping
     from nanovllm.models.quantised.stored_config import checkpoint_of, keeps
 
     is_kept = keeps(source, model_config, config.quantization, device, is_sharded=not device)
-    checkpoint = checkpoint_of(model_config)
+    checkpoint: Any = checkpoint_of(model_config)
 
     def dequantising_reader() -> Reader:
-        assert checkpoint is not None
         if checkpoint.is_dequantised_by_reader:
             return lambda model_class: keeping(model_class, source, model_config, keeps=False, dtype=dtype, **options)
         if not checkpoint.is_read:
@@ -182,8 +180,6 @@ def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[
                 raise
             return dequantising_reader()(model_class)
 
-    if checkpoint is None:  # an empty quantization_config
-        return lambda model_class: model_class.from_pretrained(source, dtype=dtype, **options)
     return read_kept if is_kept else dequantising_reader()
 
 
