@@ -18,7 +18,7 @@ NOT_IMPORTED = (
     "torch._inductor.codecache", "torch._inductor.compile_fx", "torch.export.pt2_archive", "gguf", "llguidance",
     "fastapi", "uvicorn", "pydantic", "starlette",
     "prometheus_client", "openai", "msgspec", "zmq", "ray", "pandas", "scipy", "sklearn", "matplotlib",
-    "accelerate", "numpy.testing", "nanovllm.serving.async_llm", "nanovllm.serving.server",
+    "numpy.testing", "nanovllm.serving.async_llm", "nanovllm.serving.server",
     "nanovllm.serving.replicas.pool", "nanovllm.tools",
     "nanovllm.cli.bench", "nanovllm.cli.serve", "nanovllm.cli.tune", "nanovllm.cli.simulate",
 )  # fmt: skip
