@@ -82,8 +82,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 509_031
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 624_320
+    yield "package: tokens", num_tokens(PYTHON), 509_045
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 624_361
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 51_730
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 7_727
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146

@@ -108,8 +108,8 @@ REASONS = {
     ),
     "quantised format": Reason(
         "has quantised weights in a format that is not read here",
-        "Take its unquantised weights, a GGUF file, or a checkpoint of compressed-tensors, FP8, MXFP4, FBGEMM or "
-        "ModelOpt, which are dequantised as they are loaded.",
+        "Take its unquantised weights, a GGUF file, or a checkpoint of compressed-tensors, GPTQ, AWQ, FP8, MXFP4, "
+        "FBGEMM or ModelOpt.",
     ),
     "scales by row": Reason(
         "scales queries by their place in the row (attn_temperature_tuning)",

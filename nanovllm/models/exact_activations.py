@@ -44,6 +44,9 @@ def check_exact_activations(
     elif config.enforce_eager:
         reason = "enforce_eager is True"
         remedy = "drop enforce_eager"
+    elif config.quantization == "fp8":
+        reason = "quantization is 'fp8', whose products are a GPU's"
+        remedy = "set quantization='int8' or 'int4'"
     elif config.quantization not in QUANTISED_ON_LOAD and not _stays_quantised(config, source, stored):
         reason = f"the weights of {source} are not quantised"
         remedy = "set quantization='int8' or 'int4'"

@@ -48,7 +48,7 @@ def rows_of(num_rows, depth, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
-    """Equal bit for bit in float32 and for many rows, but for kinds that round twice; int8 is not, since its scale is
+    """Equal bit for bit in float32 and for many rows, except kinds that round twice; int8 is not, since its scale is
     multiplied with the sums and its rows are split (`test_int8_products.py`).
 
     In bfloat16 few rows are multiplied as integers, and some with integers, closer to the exact product than bfloat16

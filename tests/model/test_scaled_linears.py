@@ -7,6 +7,8 @@ from torch import nn
 from nanovllm import LLM
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.fast.layers.merged_linears import MergedPart, MergedScaled, merging
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.exact_activations import check_exact_activations
 from nanovllm.models.quantised import on_load, scaled
 from nanovllm.models.quantised.on_load import quantise_model
 from nanovllm.models.quantised.scaled import ScaledLinear, why_not
@@ -95,3 +97,8 @@ def test_fp8_is_refused_without_such_a_gpu_before_the_model_is_loaded(tmp_path, 
     with pytest.raises(ValueError, match=r"quantization is 'fp8'.*8\.9.*cpu does not multiply.*'int8' on a CPU"):
         LLM(folder, quantization="fp8")
     assert torch.finfo(scaled.E4M3).max == scaled.LARGEST
+
+
+def test_exact_activations_beside_fp8_are_refused_where_the_device_is_not_known_yet():
+    with pytest.raises(ValueError, match=r"quantization is 'fp8', whose products are a GPU's.*'int8' or 'int4'"):
+        check_exact_activations(EngineConfig(quantization="fp8", exact_activations=True), "a folder")

@@ -48,7 +48,7 @@ class Loop(PolicyLoop):
     def __init__(self, scheduler):
         super().__init__(scheduler)
         self.lost_slot = None  # to another client, in the last step
-        self._successor = None  # for whom it is
+        self._successor = None  # the sequence that it is kept for
         self._gave_way = set()  # to clients that are behind, in the last step
         queue = scheduler.waiting
         self.has_shares = isinstance(queue, ClientQueue)
