@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,10 @@ def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[
 
     def dequantising_reader() -> Reader:
         if checkpoint.is_dequantised_by_reader:
-            return lambda model_class: keeping(model_class, source, model_config, keeps=False, dtype=dtype, **options)
+            return partial(
+                keeping, source=source, model_config=model_config, keeps=False, is_asked=bool(config.quantization),
+                dtype=dtype, **options,
+            )  # fmt: skip
         if not checkpoint.is_read:
             raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
         with load_errors(f"the model {source!r}", source):

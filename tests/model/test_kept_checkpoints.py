@@ -256,6 +256,15 @@ def test_the_converter_of_compressed_tensors_reads_the_same_awq_weights(tmp_path
         assert torch.equal((codes.half() - spread[1].half()) * spread[0], weight), name
 
 
+@pytest.mark.parametrize("option, level", [(None, "WARNING"), ("dequantize", "INFO")])
+def test_gptq_where_nothing_is_kept_is_dequantised_and_its_bytes_are_said(option, level, tmp_path, caplog):
+    folder, _ = save_columns(tmp_path, "gptq")
+    caplog.set_level(logging.INFO, logger="nanovllm")
+    loader.load_module(str(folder), EngineConfig(dtype="bfloat16", quantization=option), CPU, is_sharded=True)
+    (said,) = [record for record in caplog.records if "are dequantised" in record.message]
+    assert said.levelname == level and "(gptq, 4 bits) are dequantised: 0.00 GB stored" in said.message
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_of_gptq_and_awq_are_those_of_the_dequantised_weights(form, tmp_path):

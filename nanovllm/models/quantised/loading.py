@@ -15,19 +15,20 @@ from transformers.utils import cached_file
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.headless import Reader
-from nanovllm.models.headers import INDEX, SINGLE
-from nanovllm.models.quantised.stored_config import Checkpoint
+from nanovllm.models.headers import INDEX, SINGLE, read_headers
+from nanovllm.models.quantised.stored_config import Checkpoint, checkpoint_of
 
 logger = logging.getLogger("nanovllm")
 
 
 def keeping(
-    model_class: Any, source: str, model_config: Any, *, keeps: bool = True, **options: Any
+    model_class: Any, source: str, model_config: Any, *, keeps: bool = True, is_asked: bool = True, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """(module, report of its load) of a checkpoint with weights that stay quantised where kernels multiply them.
 
     Args:
         keeps: False to dequantise all weights.
+        is_asked: False if nobody asked for that: its bytes are a warning.
         options: arguments of `from_pretrained`.
 
     Raises UnsupportedModelError for tensors of no layout, before any weight is read.
@@ -41,8 +42,14 @@ def keeping(
     config.quantization_config = config_to_keep(settings_of(model_config.quantization_config), keeps=keeps)
     found: tuple[Any, dict[str, Any]] = model_class.from_pretrained(source, config=config, **options)
     if not keeps:
+        stored = sum(tensor.num_bytes for tensor in read_headers(folder_of(source, options)).values())
         num_bytes = sum(parameter.nbytes for parameter in found[0].parameters())
-        logger.info("the weights of %s are dequantised: %.2f GB in %s", source, num_bytes / 1e9, found[0].dtype)
+        logger.log(
+            logging.INFO if is_asked else logging.WARNING,
+            "the weights of %s (%s) are dequantised: %.2f GB stored, %.2f GB in %s",
+            source, checkpoint_of(model_config), stored / 1e9, num_bytes / 1e9,
+            str(found[0].dtype).removeprefix("torch."),
+        )  # fmt: skip
     return found
 
 
