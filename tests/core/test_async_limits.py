@@ -192,10 +192,10 @@ async def test_a_bad_conversation_is_refused(messages):
 @bounded
 async def test_a_request_id_that_runs_already_is_refused_and_the_first_goes_on():
     async with open_llm() as llm:
-        stream = llm.generate([5, 6, 7], GREEDY, request_id="twin")
+        stream = llm.generate([5, 6, 7], ENDLESS, request_id="twin")
         seen = [await anext(stream)]
         with invalid("'twin' is running already"):
             await anext(llm.generate([8], GREEDY, request_id="twin"))
         seen += await collect(stream)
-        assert seen[-1].outputs[0].token_ids == answers([[5, 6, 7]])[0][0]
+        assert seen[-1].outputs[0].token_ids == answers([[5, 6, 7]], ENDLESS)[0][0]
         await assert_idle_and_whole(llm)
