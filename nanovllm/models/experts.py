@@ -53,7 +53,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_function)
 
 def is_kept(module: nn.Module) -> bool:
     """Whether a module computes with weights that stay quantised."""
-    return hasattr(module, "quantised_parts") or KEPT_EXPERTS in vars(module)
+    return hasattr(module, "dequantise") or KEPT_EXPERTS in vars(module)
 
 
 def slots_in_step() -> Tensor | None:

@@ -71,8 +71,18 @@ def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:
 def load_weights(source: str, config: EngineConfig) -> LoadedModel:
     """Load a model without its tokenizer from a folder, file or hub id."""
     device = device_of(config)
-    module = load_module(source, config, device).to(device).eval()
+    module = place_quantised(load_module(source, config, device), device).to(device).eval()
     return LoadedModel(module, None, is_live=False, identity=identity_of(source, config, module))
+
+
+def place_quantised(module: Any, device: torch.device) -> Any:
+    """The module, its quantised linear layers in the form of the device."""
+    if device.type == "cuda" and any(hasattr(part, "quantised_parts") for part in module.modules()):
+        from nanovllm.models.quantised.tiled import place
+
+        with torch.inference_mode(False):
+            place(module, device)
+    return module
 
 
 def identity_of(source: str, config: EngineConfig, module: nn.Module | None = None) -> str:
@@ -114,7 +124,7 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     text_config = model_config.get_text_config(decoder=True)
     attending_layers(_name_of(model_config), text_config, LAYER_TYPES)  # refuses layers of unknown types
     check_limits(text_config, config)  # defaults of the config's class included
-    read = _reader(source, model_config, config, options, "" if is_sharded else device.type)
+    read = _reader(source, model_config, config, options, "" if is_sharded else _kernels_of(device))
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM
         module, info = load_headless(model_config, source, read, **options) or read(model_class)
@@ -130,19 +140,29 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
 
 def _check_device(config: EngineConfig, device: torch.device) -> None:
     """Raise ValueError if the device has no kernels for weights that are quantised on load."""
-    if config.quantization == "fp8":
-        from nanovllm.models.quantised.scaled import why_not
+    if device.type == "cpu" and config.quantization != "fp8":
+        return
+    from nanovllm.models.quantised.scaled import why_not
+    from nanovllm.models.quantised.tiled import why_not_packed
 
-        if (reason := why_not(16, 16, device)) is not None:
-            raise ValueError(
-                f"quantization is 'fp8', which is for GPUs of capability 8.9 and later, but {reason}. Leave it out, or "
-                "set 'int8' on a CPU."
-            )
-    elif device.type != "cpu":
+    reason = why_not(16, 16, device) if config.quantization == "fp8" else why_not_packed(device)
+    if reason is not None:
+        least = "8.9 and later" if config.quantization == "fp8" else "9.0 and later, and for CPUs"
         raise ValueError(
-            f"quantization is {config.quantization!r}, which has kernels for a CPU alone, but the device is {device}. "
-            "Leave it out, set 'fp8', or set device='cpu'."
+            f"quantization is {config.quantization!r}, which is for GPUs of capability {least}, but {reason}. Leave it "
+            "out, or set 'int8' or 'int4' on a CPU."
         )
+
+
+def _kernels_of(device: torch.device) -> str:
+    """The device's type, or another text for a GPU without products of quantised weights."""
+    if device.type != "cuda":
+        return device.type
+    from nanovllm.models.quantised.scaled import why_not
+    from nanovllm.models.quantised.tiled import why_not_packed
+
+    has_products = why_not_packed(device) is None or why_not(16, 16, device) is None
+    return device.type if has_products else "this GPU"
 
 
 def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[str, Any], device: str) -> Reader:

@@ -162,7 +162,7 @@ def test_what_cannot_be_quantised_is_refused_by_name(folder, monkeypatch):
     with pytest.raises(ValueError, match="quantization does not work with tensor_parallel_size"):
         LLM(folder, quantization="int8", tensor_parallel_size=2)
     monkeypatch.setattr(loader, "device_of", lambda _: torch.device("cuda"))
-    with pytest.raises(ValueError, match="kernels for a CPU alone, but the device is cuda"):
+    with pytest.raises(ValueError, match=r"for GPUs of capability 9\.0 and later, and for CPUs, but"):
         LLM(folder, quantization="int8")
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from nanovllm import LLM
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.fast.layers.merged_linears import MergedPart, MergedScaled, merging
+from nanovllm.fast.layers.merged_linears import MergedJoined, MergedPart, merging
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models.exact_activations import check_exact_activations
 from nanovllm.models.quantised import on_load, scaled
@@ -59,7 +59,7 @@ def test_a_merged_model_computes_the_same(scaled_model, family):
             model(TOKENS)
         torch.testing.assert_close(model(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
     attention = model.model.layers[0].self_attn
-    assert isinstance(attention.q_proj, MergedScaled) and isinstance(attention.v_proj, MergedPart)
+    assert isinstance(attention.q_proj, MergedJoined) and isinstance(attention.v_proj, MergedPart)
     assert attention.q_proj.num_outputs == sum(
         getattr(attention, f"{name}_proj").out_features for name in ("q", "k", "v")
     )
@@ -94,7 +94,7 @@ def test_a_weight_without_a_product_says_why(sizes, blocks, reason):
 def test_fp8_is_refused_without_such_a_gpu_before_the_model_is_loaded(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path)
     (folder / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ValueError, match=r"quantization is 'fp8'.*8\.9.*cpu does not multiply.*'int8' on a CPU"):
+    with pytest.raises(ValueError, match=r"quantization is 'fp8'.*8\.9.*cpu does not multiply.*'int4' on a CPU"):
         LLM(folder, quantization="fp8")
     assert torch.finfo(scaled.E4M3).max == scaled.LARGEST
 

@@ -21,7 +21,7 @@ from nanovllm.fast.host.paths import cache_root
 
 BFLOAT16 = Path(__file__).with_name("bfloat16.h")  # a source that others begin with
 _MAX_SHARED_BYTES = 8  # number of a function attribute
-_STARTS_EARLY = 6  # number of a launch attribute
+_CLUSTER, _STARTS_EARLY = 4, 6  # numbers of launch attributes
 _locks: defaultdict[str, Lock] = defaultdict(Lock)  # lock of each file of the cache
 
 
@@ -154,15 +154,23 @@ class CudaFunction:
         """Cooperative launch on the current stream: all blocks run concurrently. Arguments are ctypes objects."""
         self._launch(driver().cuLaunchCooperativeKernel, num_blocks, arguments, ())
 
-    def launch_early(self, num_blocks: int, *arguments: Any) -> None:
+    def launch_early(self, num_blocks: int, *arguments: Any, cluster: int = 1, shared_bytes: int | None = None) -> None:
         """Launch on the current stream, from where the kernel before allows it (programmatic dependent launch).
 
         The kernel itself has to wait for that one's results. Arguments are ctypes objects.
+
+        Args:
+            cluster: neighbouring blocks that share a cluster; divides `num_blocks`.
+            shared_bytes: less than the function's own.
         """
-        attribute = _Attribute(_STARTS_EARLY, 0, (ctypes.c_int * 16)(1))
-        sizes = (ctypes.c_uint * 7)(num_blocks, 1, 1, self._num_threads, 1, 1, self._shared_bytes)
+        shared = self._shared_bytes if shared_bytes is None else shared_bytes
+        attributes = (_Attribute * 2)(
+            _Attribute(_STARTS_EARLY, 0, (ctypes.c_int * 16)(1)),
+            _Attribute(_CLUSTER, 0, (ctypes.c_int * 16)(cluster, 1, 1)),
+        )
+        sizes = (ctypes.c_uint * 7)(num_blocks, 1, 1, self._num_threads, 1, 1, shared)
         stream = torch.cuda.current_stream().cuda_stream
-        config = _LaunchConfig(sizes, stream, ctypes.pointer(attribute), 1)
+        config = _LaunchConfig(sizes, stream, attributes, 1 if cluster == 1 else 2)
         pointers = _pointers(arguments)
         check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), "launch")
 

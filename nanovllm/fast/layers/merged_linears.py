@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from nanovllm.device import find_kernel
 from nanovllm.models.packed_linears import with_own_weights
-from nanovllm.models.quantised.scaled import ScaledLinear
 
 
 class _Shared:
@@ -34,11 +33,11 @@ class _Shared:
         self.product: Tensor | None = None
 
 
-class _SharedScaled:
-    """The same of 8-bit floats; `joined` is the layer of all outputs."""
+class _SharedJoined:
+    """The same of quantised layers; `joined` is the layer of all outputs."""
 
-    def __init__(self, linears: Sequence[ScaledLinear]) -> None:
-        self.joined = ScaledLinear.joined(linears)
+    def __init__(self, linears: Sequence[Any]) -> None:
+        self.joined = type(linears[0]).joined(linears)
         self.bias = self.joined.bias
         self.product: Tensor | None = None
 
@@ -90,10 +89,10 @@ class MergedLinear(_Part):
         return product[..., : self.end]
 
 
-class MergedScaled(_Part):
-    """The first layer of a group of 8-bit floats."""
+class MergedJoined(_Part):
+    """The first layer of a group of quantised ones."""
 
-    def __init__(self, shared: _SharedScaled, in_features: int, end: int) -> None:
+    def __init__(self, shared: _SharedJoined, in_features: int, end: int) -> None:
         super().__init__(shared, in_features, 0, end)
         self.joined = shared.joined
         self.num_outputs = shared.joined.out_features
@@ -131,6 +130,11 @@ class SkinnyLinear(nn.Linear):
         return result
 
 
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether the module is a quantised layer that can be joined with others of its `kind`."""
+    return hasattr(type(module), "joined")
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the module computes x W^T + b of its `weight` and `bias`, as `nn.Linear`."""
     return type(module) in (nn.Linear, SkinnyLinear, MergedLinear, MergedPart)
@@ -158,7 +162,7 @@ def merging(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     hooks = []
     try:
         # Ids, not references, so that weights can be freed. Replacing a module would lose its hooks.
-        scaled = [module for module in model.modules() if type(module) is ScaledLinear]
+        scaled = [module for module in model.modules() if _is_quantised(module)]
         own = {id(module) for module in (*with_own_weights(model), *scaled) if not module._forward_hooks}
         for layer, seen in calls.items():
             for module in (module for module in layer.modules() if id(module) in own):
@@ -195,7 +199,7 @@ def _groups(seen: list[tuple[Any, Tensor]]) -> list[list[Any]]:
     groups: dict[tuple[int, Any], list[Any]] = {}
     for module, states in seen:
         if calls[module] == 1:
-            kind = module.kind if isinstance(module, ScaledLinear) else module.weight.dtype
+            kind = module.kind if _is_quantised(module) else module.weight.dtype
             groups.setdefault((id(states), kind), []).append(module)
     return [group for group in groups.values() if len(group) > 1]
 
@@ -204,11 +208,11 @@ def _merge(layer: nn.Module, linears: list[Any]) -> None:
     """Replace `linears` by the merged layers; the last reference to the old weights frees them."""
     depth = linears[0].in_features
     end = linears[0].out_features
-    shared: _Shared | _SharedScaled
+    shared: _Shared | _SharedJoined
     first: nn.Module
-    if isinstance(linears[0], ScaledLinear):
-        shared = _SharedScaled(linears)
-        first = MergedScaled(shared, depth, end)
+    if _is_quantised(linears[0]):
+        shared = _SharedJoined(linears)
+        first = MergedJoined(shared, depth, end)
     else:
         shared = _Shared(linears)
         first = MergedLinear(shared, depth, end)

@@ -21,8 +21,7 @@ from nanovllm.attention import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_at
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import check_attention, describe_attention
 from nanovllm.fast.layers.distances import difference_of_rows, in_another_way
-from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart, MergedScaled
-from nanovllm.models.quantised import scaled
+from nanovllm.fast.layers.merged_linears import MergedJoined, MergedLinear, MergedPart
 
 # Allowed operators: a module with others could depend on its rows, and differ on rows that are not compared.
 OPERATORS = {
@@ -118,7 +117,7 @@ class RotaryAttention(nn.Module):
 
 def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
     first, *parts = linears
-    if not isinstance(first, MergedLinear | MergedScaled) or not all(isinstance(part, MergedPart) for part in parts):
+    if not isinstance(first, MergedLinear | MergedJoined) or not all(isinstance(part, MergedPart) for part in parts):
         return False
     traits = layer.traits
     sizes = [heads * traits.head_dim for heads in (traits.num_heads, traits.num_kv_heads, traits.num_kv_heads)]
@@ -165,8 +164,8 @@ class RotaryProbe:
         name = type(module).__name__
         fused = self.fused[module]
         states = self._states
-        is_scaled = any(isinstance(part, scaled.ScaledLinear) for part in module.modules())
-        unexpected = self.operators.names - OPERATORS - (scaled.OPERATORS if is_scaled else set())
+        of_quantised: list[set[str]] = [getattr(part, "operators", set()) for part in module.modules()]
+        unexpected = self.operators.names - OPERATORS.union(*of_quantised)
         if unexpected:
             raise NotFusedError(f"{name} computes with {min(unexpected)!r} too")
         if not isinstance(output, tuple) or len(output) != 2 or output[1] is not None:

@@ -21,8 +21,8 @@ logger = logging.getLogger("nanovllm")
 def load_module(source: str, config: EngineConfig, device: torch.device, *, is_sharded: bool) -> Any:
     """Load the file's model on the CPU.
 
-    Weights stay in blocks for an unsharded CPU engine, unless they are to be dequantised: a GPU has no kernels for
-    them, and a shard could cut one.
+    Weights stay in blocks for an unsharded engine on a device with kernels for them, unless they are to be dequantised:
+    a shard could cut one.
 
     Raises ModelLoadError and UnsupportedModelError, and ValueError for options that contradict a GGUF file.
     """
@@ -36,11 +36,11 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     file = open_gguf(source)
     if config.exact_activations:
         check_exact_activations(config, source, device.type)
-    keeps_blocks = device.type == "cpu" and not is_sharded and config.quantization != "dequantize"
+    keeps_blocks = why_not_blocks(device) is None and not is_sharded and config.quantization != "dequantize"
     if config.quantization == "keep" and not keeps_blocks:
         raise ValueError(
-            f"quantization is 'keep', but blocks of a GGUF file have kernels for a CPU alone, in one process, "
-            f"and the device is {device}. "
+            "quantization is 'keep', but blocks of a GGUF file have kernels in one process alone, on a CPU and on GPUs "
+            f"of capability 9.0 and later; the device is {device}{', of several ranks' if is_sharded else ''}. "
             "Set it to 'dequantize', leave it out, or set device='cpu'."
         )
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
@@ -49,6 +49,15 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
             return load_model(file, dtype, keeps_blocks=keeps_blocks)
     except (KeyError, RuntimeError) as error:
         raise ModelLoadError(f"the model {source!r} could not be loaded: {error}") from error
+
+
+def why_not_blocks(device: torch.device) -> str | None:
+    """Why a device has no kernels for blocks; None if it has."""
+    if device.type == "cpu":
+        return None
+    from nanovllm.models.quantised.tiled import why_not_packed
+
+    return why_not_packed(device)
 
 
 def config_of(source: str) -> PreTrainedConfig:

@@ -127,7 +127,11 @@ def _dequantise_q5_k(blocks: Tensor) -> Tensor:
 def q6_k_values(blocks: Tensor) -> Tensor:
     """Integers -32 to 31 of each block, [num_blocks, 256] int8."""
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 8, 32)
-    high = blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
+    high = (
+        blocks[:, 128:192].unflatten(1, (2, 1, 32))
+        >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
+        & 3
+    )
     return ((low | high.reshape(-1, 8, 32) << 4).view(torch.int8) - 32).flatten(1)
 
 
@@ -250,6 +254,16 @@ class _Quantised(nn.Module):
         raise ValueError("quantised weights are not loaded from a state dict. Load the model without quantization.")
 
     @property
+    def form(self) -> str | RowFormat:
+        """The first argument of the constructor."""
+        return self._form if isinstance(self._form, RowFormat) else self.kind
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether `quantised_parts` has the weight."""
+        return not isinstance(self._form, RowFormat) or self._form.has_kernel
+
+    @property
     def weight(self) -> NoReturn:
         # Not AttributeError, which `nn.Module` would report as a missing attribute.
         raise UnsupportedModelError(
@@ -288,8 +302,7 @@ class QuantisedLinear(_Quantised):
             return self
         nothing = self.blocks.new_zeros(missing, self.blocks.shape[1])  # scales of 0, in every kind
         bias = None if self.bias is None else F.pad(self.bias, (0, missing))
-        kind = self._form if isinstance(self._form, RowFormat) else self.kind
-        return QuantisedLinear(kind, torch.cat((self.blocks, nothing)), bias, dtype=self.dtype)
+        return QuantisedLinear(self.form, torch.cat((self.blocks, nothing)), bias, dtype=self.dtype)
 
     def forward(self, states: Tensor) -> Tensor:
         step = max(1, _ELEMENTS_AT_ONCE // self.in_features)

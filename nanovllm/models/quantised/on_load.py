@@ -26,14 +26,15 @@ def quantise_model(model: Any, option: str, device: torch.device | str = "cpu") 
     embedding and the head by "fp8"; one log line gives their share.
 
     Args:
-        option: "int8" or "int4", or "fp8" for a GPU.
-        device: the engine's; weights of "fp8" come to it one after another.
+        option: "int8" or "int4", or "fp8" for a GPU; the first two leave blocks for `packed_linears` or `tiled`.
+        device: the engine's, to which weights come one after another.
 
     Raises UnsupportedModelError for a model without any such layer.
     """
     # the key is the weight: tied modules share blocks
+    device = torch.device(device)
     if option == "fp8":
-        _scale(model, torch.device(device))
+        _scale(model, device)
         return
     kind = KIND_OF_OPTION[option]
     blocks_of = WeakIdKeyDictionary()
@@ -50,7 +51,7 @@ def quantise_model(model: Any, option: str, device: torch.device | str = "cpu") 
         for name, child in parent._modules.items():
             suits = child is not None and _suits(child, kind, is_lookup=id(child) == embedding)
             if suits and id(child.weight) not in plain:
-                parent._modules[name] = _quantised(child, kind, blocks_of)
+                parent._modules[name] = _quantised(child, kind, blocks_of, device)
     _report(model, option, num_before)
 
 
@@ -112,11 +113,11 @@ def _suits(module: nn.Module, kind: str, *, is_lookup: bool) -> bool:
     return outputs_fit and weight.shape[1] % max(2, FORMATS[kind].elements) == 0
 
 
-def _quantised(module: Any, kind: str, blocks_of: MutableMapping[Tensor, Tensor]) -> nn.Module:
+def _quantised(module: Any, kind: str, blocks_of: MutableMapping[Tensor, Tensor], device: torch.device) -> nn.Module:
     """The quantised module that replaces this one; tied weights share their blocks."""
     weight = module.weight
     if weight not in blocks_of:
-        blocks_of[weight] = quantise(weight, kind)
+        blocks_of[weight] = quantise(weight.to(device), kind)
     blocks = blocks_of[weight]
     if isinstance(module, nn.Embedding):
         return QuantisedEmbedding(kind, blocks, dtype=weight.dtype, padding_idx=module.padding_idx)

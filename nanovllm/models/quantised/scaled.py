@@ -8,7 +8,7 @@ sums. Scales of blocks of 128 x 128 weights, as DeepSeek's, go into cuBLAS with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,6 @@ from nanovllm.errors import UnsupportedModelError
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # number of e4m3
-# Names of a layer's operators; each computes rows apart.
-OPERATORS = frozenset({"_scaled_mm", "_scaled_mm_v2", "abs", "amax", "clamp", "constant_pad_nd", "div", "reshape"})
 BLOCK = 128
 _LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 _MULTIPLE = 16  # outputs and inputs that the products take
@@ -52,6 +50,10 @@ class ScaledLinear(nn.Module):
         bias: [out_features] or None.
     """
 
+    # They compute rows apart.
+    operators: ClassVar[frozenset[str]] = frozenset(
+        {"_scaled_mm", "_scaled_mm_v2", "abs", "amax", "clamp", "constant_pad_nd", "div", "reshape"}
+    )
     values: Tensor
     scales: Tensor
     unit: Tensor

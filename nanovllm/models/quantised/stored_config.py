@@ -84,7 +84,7 @@ def keeps(source: str, model_config: Any, option: str | None, device: str, *, is
     check_contradiction(source, checkpoint, option)
     if checkpoint is None or option == "dequantize" or option in QUANTISED_ON_LOAD:
         return False
-    has_kernels = device == "cpu" and not is_sharded and checkpoint.method in KEPT_METHODS
+    has_kernels = device in ("cpu", "cuda") and not is_sharded and checkpoint.method in KEPT_METHODS
     if option == "keep" and not has_kernels:
         raise UnsupportedModelError(
             f"quantization is 'keep', but the weights of {source} ({checkpoint}) have no quantised form here"

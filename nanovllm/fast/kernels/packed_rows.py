@@ -1,0 +1,300 @@
+"""Linear layers with packed weights of 4 or 8 bits on a GPU: `packed_rows_cuda/`.
+
+Products of few rows read the packed weight once; for more rows it is widened to a plain matrix first. Weights are laid
+out as the tensor cores' operand, so that a lane of a warp loads what it multiplies with instructions of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int, c_void_p
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.fast.kernels import nvrtc
+from nanovllm.fast.kernels.operators import define_operator
+
+CHUNK = 64
+TILE = 16
+_FEW_ROWS = 8  # of a kernel whose blocks have a tile, each with inputs of its own
+_FEWEST_ROWS = 3  # up to which it is the faster one
+_MORE_ROWS = (32, 64, 128)  # of kernels for Hopper
+_FEW_PANEL = 2048  # inputs that all warps take in turn
+_FEW_BYTES = 72 * 1024  # of shared memory, so that three blocks share a multiprocessor
+_MORE_BYTES = 200 * 1024  # of shared memory
+_WARPGROUPS = 4
+_GROUPS = (4, 2, 1)  # warpgroups of a block with outputs of their own
+_MAX_BLOCKS = 8  # of a portable cluster
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of the source's constants
+_SOURCES = Path(__file__).with_name("packed_rows_cuda")
+KINDS = ("int4", "float4", "int8")  # likewise
+_SHIFTS = ("", "added", "subtracted")  # likewise
+_MACROS = ("KIND", "ZERO", "SCALE", "SHIFTS", "RUN")
+_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why a device has no products of packed weights; None if it has."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"{device} is no GPU of CUDA here"
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return f"{torch.cuda.get_device_name(device)} has no clusters of blocks"
+    return None if nvrtc.is_available() else "there is no libnvrtc beside PyTorch nor on the loader's path"
+
+
+class Form(NamedTuple):
+    """What is compiled into the kernels of a weight.
+
+    Attributes:
+        kind: of `KINDS`.
+        zero: 8 or 0, subtracted from 4-bit integers.
+        scale: dtype of scales and shifts.
+        shifts: "added" for numbers of runs that are added behind the scale, "subtracted" for zero points, or "".
+        run: inputs with one scale, 16, 32 or a multiple of 64; 0 if only units multiply.
+    """
+
+    kind: str
+    zero: int
+    scale: torch.dtype
+    shifts: str
+    run: int
+
+    @property
+    def definitions(self) -> dict[str, int]:
+        """Macros of the source."""
+        return {
+            "KIND": KINDS.index(self.kind), "ZERO": self.zero, "SCALE": _SCALES.index(self.scale),
+            "SHIFTS": _SHIFTS.index(self.shifts), "RUN": self.run,
+        }  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """The form as an argument of the operator."""
+        return " ".join(map(str, self.definitions.values()))
+
+
+def pack_codes(codes: Tensor, kind: str) -> Tensor:
+    """Codes [outputs, inputs] uint8 as the kernels load them, [tiles, chunks, bytes]; zeros pad both sizes."""
+    outputs, width = codes.shape
+    padded = F.pad(codes, (0, -width % CHUNK, 0, -outputs % TILE))
+    # tile, half of it (h), output (g) | chunk, step, pair (q), quad (t), number (e)
+    split = padded.view(-1, 2, 8, padded.shape[1] // CHUNK, 4, 2, 4, 2).transpose(5, 6)
+    if kind == "int8":  # steps come by twos
+        split = split.unflatten(4, (2, 2)).permute(0, 3, 4, 2, 6, 5, 7, 8, 1)
+        return split.reshape(len(split), split.shape[1], -1).contiguous()
+    ordered = split.permute(0, 3, 2, 5, 4, 7, 6, 1)  # [tile, chunk, g, t, step, e, q, h]
+    if kind == "int4":
+        halves = ordered[..., 0] | ordered[..., 1] << 4
+    else:  # four magnitudes of 3 bits, and their signs from the highest bit down
+        four = ordered.flatten(-2).int()
+        places = torch.arange(4, device=codes.device, dtype=torch.int32)
+        words = ((four & 7) << 3 * places).sum(-1) + ((four >> 3) << (15 - places)).sum(-1)
+        halves = torch.stack((words & 255, words >> 8), dim=-1).to(torch.uint8)
+    return halves.reshape(len(halves), halves.shape[1], -1).contiguous()
+
+
+def unpack_codes(packed: Tensor, kind: str) -> Tensor:
+    """Codes of all tiles and chunks, padding included: the inverse of `pack_codes`."""
+    tiles, chunks, _ = packed.shape
+    if kind == "int8":  # [tile, chunk, two steps, g, t, step, q, e, h]
+        split = packed.view(tiles, chunks, 2, 8, 4, 2, 2, 2, 2).permute(0, 8, 3, 1, 2, 5, 6, 4, 7)
+        return split.reshape(tiles * TILE, chunks * CHUNK)
+    halves = packed.view(tiles, chunks, 8, 4, 4, 2, 2)  # [tile, chunk, g, t, step, e, byte]
+    if kind == "int4":
+        codes = torch.stack((halves & 15, halves >> 4), dim=-1)
+    else:
+        words = halves[..., 0].int() | halves[..., 1].int() << 8
+        places = torch.arange(4, device=packed.device, dtype=torch.int32)
+        codes = (words[..., None] >> 3 * places & 7 | (words[..., None] >> 15 - places & 1) << 3).to(torch.uint8)
+        codes = codes.unflatten(-1, (2, 2))
+    # [tile, chunk, g, t, step, e, q, h] -> [tile, h, g, chunk, step, q, t, e]
+    return codes.permute(0, 7, 2, 1, 4, 6, 3, 5).reshape(tiles * TILE, chunks * CHUNK)
+
+
+def dequantised(
+    codes: Tensor, scales: Tensor | None, shifts: Tensor | None, units: Tensor | None, outputs: int, width: int,
+    form: str,
+) -> Tensor:  # fmt: skip
+    """The weight [outputs, width] float32 of packed parts, on any device."""
+    kind, zero, _, how, run = (int(each) for each in form.split())
+    values = unpack_codes(codes, KINDS[kind])[:outputs, :width]
+    if KINDS[kind] == "float4":
+        numbers = torch.tensor([*_FLOAT4, *(-each for each in _FLOAT4)], device=codes.device)[values.long()]
+    else:
+        numbers = (values.view(torch.int8) if KINDS[kind] == "int8" else values).float() - zero
+    factors = [None if each is None else _unpack_factors(each, run, outputs, width) for each in (scales, shifts)]
+    if factors[1] is not None and _SHIFTS[how] == "subtracted":
+        numbers = numbers - factors[1]
+    if units is not None:
+        factors[0] = units[:, None] if factors[0] is None else factors[0] * units[:, None]
+    if factors[0] is not None:
+        numbers = numbers * factors[0]
+    return numbers + factors[1] if factors[1] is not None and _SHIFTS[how] == "added" else numbers
+
+
+def _unpack_factors(packed: Tensor, run: int, outputs: int, width: int) -> Tensor:
+    """[outputs, width] float32 of the factors of `pack_factors`."""
+    factors = packed.permute(0, 4, 2, 1, 3).reshape(len(packed) * TILE, -1)[:outputs].float()
+    return factors.repeat_interleave(run, dim=1)[:, :width]
+
+
+def pack_factors(factors: Tensor, run: int) -> Tensor:
+    """Scales or shifts [outputs, runs] in the order of the kernels, [tiles, groups, 8, runs of a chunk, 2]."""
+    in_chunk = max(1, CHUNK // run)
+    padded = F.pad(factors, (0, -factors.shape[1] % in_chunk, 0, -factors.shape[0] % TILE))
+    return padded.view(-1, 2, 8, padded.shape[1] // in_chunk, in_chunk).permute(0, 3, 2, 4, 1).contiguous()
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scales", "shifts", "units")),
+        *((name, c_int) for name in ("outputs", "width", "chunks", "groups")),
+    ]  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [
+        ("weights", _Weights), *((name, c_void_p) for name in ("states", "bias", "output")),
+        ("rows", c_int), ("panel", c_int),
+    ]  # fmt: skip
+
+
+@cache
+def _few(form: str, device: torch.device) -> nvrtc.CudaFunction:
+    return _function("2_few.cu", "few_packed_rows", form, {}, device, 256, 2 * _FEW_BYTES)
+
+
+@cache
+def _more(form: str, rows: int, groups: int, device: torch.device) -> nvrtc.CudaFunction:
+    parts = _WARPGROUPS // groups
+    step_bytes = parts * rows * CHUNK * 2 * (2 if rows <= 64 else 1)
+    slots = min(4, _MORE_BYTES // step_bytes)
+    own = {"ROWS": rows, "GROUPS": groups, "PARTS": parts, "SLOTS": slots}
+    shared = max(slots * step_bytes + 16 * slots * parts, parts * rows * groups * 64 * 4)
+    return _function("3_more.cu", "more_packed_rows", form, own, device, 128 * _WARPGROUPS, shared)
+
+
+@cache
+def _widening(form: str, device: torch.device) -> nvrtc.CudaFunction:
+    return _function("4_widen.cu", "widen_all", form, {}, device, 256, 0)
+
+
+def _function(
+    file: str, name: str, form: str, definitions: dict[str, int], device: torch.device, num_threads: int, shared: int
+) -> nvrtc.CudaFunction:
+    major, minor = torch.cuda.get_device_capability(device)
+    source = nvrtc.joined_sources(nvrtc.BFLOAT16, _SOURCES / "1_parts.h", _SOURCES / file)
+    values = zip(_MACROS, map(int, form.split()), strict=True)
+    with torch.cuda.device(device):
+        architecture = f"sm_{major}{minor}{'a' if file.startswith('3') else ''}"
+        code = nvrtc.compile_source(source, architecture, {**dict(values), **definitions})
+        return nvrtc.CudaFunction(code, name, num_threads=num_threads, shared_bytes=shared)
+
+
+def max_rows(device: torch.device) -> int:
+    """Rows of a product that reads the packed weight."""
+    return _MORE_ROWS[-1] if torch.cuda.get_device_capability(device)[0] == 9 else _FEW_ROWS
+
+
+def compile_kernels(form: Form, device: torch.device) -> None:
+    """Make all kernels of a form, which is not possible while a graph is captured."""
+    calls: list[Callable[[], object]] = [partial(_few, form.text, device), partial(_widening, form.text, device)]
+    if max_rows(device) > _FEW_ROWS:
+        calls += [partial(_more, form.text, rows, groups, device) for rows in _MORE_ROWS for groups in _GROUPS]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda call: call(), calls))
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _groups_of(outputs: int, device: torch.device) -> int:
+    """Warpgroups of a block with outputs of their own: they share inputs where there are blocks enough."""
+    enough = 0.7 * _num_processors(device)
+    return next((groups for groups in _GROUPS if outputs >= 64 * groups * enough), 1)
+
+
+def _blocks_of(num_blocks: int, num_chunks: int, device: torch.device) -> int:
+    """Blocks among which the depth is divided, about one for each multiprocessor in all."""
+    blocks = 1
+    while blocks < _MAX_BLOCKS and num_blocks * blocks * 3 <= 2 * _num_processors(device) and num_chunks >= 32 * blocks:
+        blocks *= 2
+    return blocks
+
+
+def _multiply(rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tensor, form: str) -> None:
+    """Write the products of a number of rows up to `max_rows`, [rows, outputs]."""
+    device = rows.device
+    count = len(rows)
+    pointers = rows.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr()
+    if count <= (_FEWEST_ROWS if max_rows(device) > _FEW_ROWS else _FEW_ROWS):
+        panel = _FEW_PANEL
+        while panel < weights.width and count * (2 * (panel + _FEW_PANEL) + 16) <= _FEW_BYTES:
+            panel += _FEW_PANEL
+        shared = max(count * (2 * panel + 16), 4096)
+        call = _Call(weights, *pointers, count, panel)
+        _few(form, device).launch_early(-(-weights.outputs // TILE), call, shared_bytes=shared)
+        return
+    groups = 1 if count <= _MORE_ROWS[0] else _groups_of(weights.outputs, device)
+    num_blocks = -(-weights.outputs // (64 * groups))
+    blocks = _blocks_of(num_blocks, weights.chunks, device)
+    function = _more(form, next(each for each in _MORE_ROWS if each >= count), groups, device)
+    function.launch_early(num_blocks * blocks, _Call(weights, *pointers, count, 0), cluster=blocks)
+
+
+def _packed_linear(
+    states: Tensor, codes: Tensor, scales: Tensor | None, shifts: Tensor | None, units: Tensor | None,
+    bias: Tensor | None, outputs: int, form: str,
+) -> Tensor:  # fmt: skip
+    """states [..., width] times the transposed weight, plus the bias: [..., outputs].
+
+    Args:
+        codes, scales, shifts: of `pack_codes` and `pack_factors`.
+        units: [outputs] float32.
+        form: text of the weight's `Form`.
+    """
+    width = states.shape[-1]
+    rows = states.reshape(-1, width).contiguous()
+    weights = _weights(codes, scales, shifts, units, outputs, width)
+    if rows.dtype != torch.bfloat16 or not states.is_cuda:
+        weight = dequantised(codes, scales, shifts, units, outputs, width, form)
+        return F.linear(states, weight.to(states.dtype), bias)
+    if len(rows) > max_rows(states.device):
+        plain = torch.empty(outputs, width, dtype=torch.bfloat16, device=states.device)
+        with torch.cuda.device(states.device):
+            num_warps = codes.shape[0] * codes.shape[1]
+            _widening(form, states.device).launch(-(-num_warps // 8), weights, c_void_p(plain.data_ptr()))
+        return F.linear(states, plain, bias)
+    output = states.new_empty(*states.shape[:-1], outputs)
+    if len(rows) == 0:
+        return output
+    with torch.cuda.device(states.device):
+        _multiply(rows, weights, bias, output, form)
+    return output
+
+
+def _weights(
+    codes: Tensor, scales: Tensor | None, shifts: Tensor | None, units: Tensor | None, outputs: int, width: int
+) -> _Weights:
+    pointers = (None if each is None else each.data_ptr() for each in (codes, scales, shifts, units))
+    return _Weights(*pointers, outputs, width, codes.shape[1], 0 if scales is None else scales.shape[1])
+
+
+def _fake(
+    states: Tensor, codes: Tensor, scales: Tensor | None, shifts: Tensor | None, units: Tensor | None,
+    bias: Tensor | None, outputs: int, form: str,
+) -> Tensor:  # fmt: skip
+    return states.new_empty(*states.shape[:-1], outputs)
+
+
+packed_linear = define_operator("nanovllm::packed_linear", _packed_linear, _fake)

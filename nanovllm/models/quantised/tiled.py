@@ -1,0 +1,232 @@
+"""Linear layers of 4- and 8-bit weights on a GPU, in the tiles that its tensor cores multiply."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.errors import UnsupportedModelError
+from nanovllm.fast.kernels.packed_rows import (
+    CHUNK,
+    TILE,
+    Form,
+    compile_kernels,
+    dequantised,
+    pack_codes,
+    pack_factors,
+    packed_linear,
+)
+from nanovllm.fast.kernels.packed_rows import why_not as why_not_packed
+from nanovllm.models.quantised.blocks import QuantisedLinear
+from nanovllm.models.quantised.parts import QuantisedParts
+from nanovllm.models.quantised.scaled import BLOCK, E4M3, ScaledLinear, why_not
+
+logger = logging.getLogger("nanovllm")
+
+_LONGEST_RUN = 128  # runs with equal scales are joined up to this length
+_LEAST_RUN = 16
+
+
+class TiledLinear(nn.Module):
+    """A linear layer whose weight is packed for `fast/kernels/packed_rows.py`; outputs have the input's dtype.
+
+    Args:
+        form: what its kernels are compiled for.
+        sizes: (out_features, in_features).
+        codes, scales, shifts: packed; no scales if only units multiply.
+        units: [out_features] float32 or None.
+        bias: [out_features] or None.
+    """
+
+    operators: ClassVar[frozenset[str]] = frozenset({"packed_linear"})  # they compute rows apart
+    codes: Tensor
+    scales: Tensor | None
+    shifts: Tensor | None
+    units: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, form: Form, sizes: tuple[int, int], codes: Tensor, scales: Tensor | None = None,
+        shifts: Tensor | None = None, units: Tensor | None = None, bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.form = form
+        self.out_features, self.in_features = sizes
+        for name, tensor in (("codes", codes), ("scales", scales), ("shifts", shifts), ("units", units)):
+            self.register_buffer(name, tensor)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+
+    @classmethod
+    def joined(cls, linears: Sequence[TiledLinear]) -> TiledLinear:
+        """One layer with the outputs of all, which are of one kind."""
+
+        def join(name: str) -> Tensor | None:
+            tensors = [getattr(linear, name) for linear in linears]
+            return None if tensors[0] is None else torch.cat(tensors)
+
+        first = linears[0]
+        sizes = sum(linear.out_features for linear in linears), first.in_features
+        codes = torch.cat([linear.codes for linear in linears])
+        return cls(first.form, sizes, codes, join("scales"), join("shifts"), join("units"), join("bias"))
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for layers that can be joined: tiles of several layers cannot share outputs."""
+        alone = id(self) if self.out_features % TILE else 0
+        return self.form, self.units is None, self.bias is None, alone
+
+    def forward(self, states: Tensor) -> Tensor:
+        products: Tensor = packed_linear(
+            states, self.codes, self.scales, self.shifts, self.units, self.bias, self.out_features, self.form.text
+        )
+        return products
+
+    def dequantise(self) -> Tensor:
+        """The weight, [out_features, in_features] float32."""
+        parts = self.codes, self.scales, self.shifts, self.units
+        return dequantised(*parts, self.out_features, self.in_features, self.form.text)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("quantised weights are not loaded from a state dict. Load the model without quantization.")
+
+    @property
+    def weight(self) -> NoReturn:
+        # Not AttributeError, which `nn.Module` would report as a missing attribute.
+        raise UnsupportedModelError(
+            "a module of this model reads the weight of a linear layer by itself, which is quantised. "
+            'Leave quantization out, or set it to "dequantize".'
+        )
+
+    def extra_repr(self) -> str:
+        form = self.form
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"kind={form.kind} in runs of {form.run or self.in_features}"
+        )
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Replace quantised linear layers by those of a GPU, one after another; the log tells what runs how.
+
+    Layers without a kernel are dequantised; other modules stay where they are.
+    """
+    counts: dict[str, int] = {}
+    forms: set[Form] = set()
+    for parent in [module for module in model.modules() if module._modules]:
+        for name, child in parent._modules.items():
+            if type(child) is not QuantisedLinear:
+                continue
+            placed = placed_linear(child, device)
+            parent._modules[name] = placed
+            child.free()
+            what = "packed products" if isinstance(placed, TiledLinear) else "products of 8-bit floats"
+            what = "dequantised weights" if type(placed) is nn.Linear else what
+            counts[what] = counts.get(what, 0) + 1
+            if isinstance(placed, TiledLinear):
+                forms.add(placed.form)
+    for form in forms:
+        compile_kernels(form, device)
+    if counts:
+        logger.info("quantised layers by %s", ", ".join(f"{what}: {count}" for what, count in counts.items()))
+
+
+def placed_linear(linear: QuantisedLinear, device: torch.device) -> nn.Module:
+    """The layer on a GPU: with packed weights, with 8-bit floats, or else a plain one in its dtype."""
+    moved = QuantisedLinear(linear.form, linear.blocks.to(device), linear.bias, dtype=linear.dtype)
+    bias = None if linear.bias is None else linear.bias.detach().to(device)
+    parts = moved.quantised_parts() if moved.has_parts else None
+    if parts is not None and parts.is_float and parts.num_bits == 8:
+        found: nn.Module | None = _of_floats(parts, bias)
+    else:
+        found = None if parts is None or why_not_packed(device) is not None else tiled_linear(parts, bias)
+    if found is not None:
+        return found
+    plain: Any = nn.Linear(moved.in_features, moved.out_features, linear.bias is not None, device="meta")
+    plain.weight = nn.Parameter(moved.dequantise().to(linear.dtype), requires_grad=False)
+    plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    layer: nn.Module = plain
+    return layer
+
+
+def _of_floats(parts: QuantisedParts, bias: Tensor | None) -> ScaledLinear | None:
+    """A layer of 8-bit floats with scales of outputs or of blocks; None for other runs or sizes."""
+    (outputs, width), scales = parts.values.shape, parts.scales.float()
+    has_blocks = scales.shape[1] > 1
+    if why_not(outputs, width, scales.device, has_blocks=has_blocks) is not None:
+        return None
+    if has_blocks:
+        of_blocks = scales[::BLOCK].contiguous()
+        if scales.shape[1] * BLOCK != width or not torch.equal(of_blocks.repeat_interleave(BLOCK, 0), scales):
+            return None
+        scales = of_blocks
+    return ScaledLinear(parts.values.view(E4M3), scales if has_blocks else scales[:, 0].contiguous(), bias)
+
+
+def tiled_linear(parts: QuantisedParts, bias: Tensor | None = None) -> TiledLinear | None:
+    """A layer of packed tiles; None for runs that the kernels do not have."""
+    outputs, width = parts.values.shape
+    runs = _in_longer_runs(parts)
+    run = width // runs.scales.shape[1]
+    has_run = run < width or runs.minima is not None or runs.zeros is not None
+    least = math.gcd(run, CHUNK) if has_run else _LEAST_RUN
+    if least < _LEAST_RUN or width % _LEAST_RUN:
+        return None
+    if has_run and run % CHUNK:  # of 16 or 32, or parts of longer ones
+        runs = _repeated(runs, run // least)
+        run = least
+    kind = "int8" if parts.num_bits > 4 else "float4" if parts.is_float else "int4"
+    units = None if parts.units is None else parts.units[:, 0].float().contiguous()
+    if not has_run:
+        scales = runs.scales[:, 0].float()
+        form = Form(kind, 0, torch.float32, "", 0)
+        codes = pack_codes(parts.values.view(torch.uint8), kind)
+        return TiledLinear(form, (outputs, width), codes, units=scales if units is None else scales * units, bias=bias)
+    scales = runs.scales * 2 if kind == "float4" else runs.scales  # parts hold half of them
+    zero, how, shifts = _shifts_of(runs, kind)
+    dtype = torch.float32 if shifts is not None and shifts.dtype != scales.dtype else scales.dtype
+    if dtype != torch.bfloat16 and all(each is None or _fits_bfloat16(each) for each in (scales, shifts)):
+        dtype = torch.bfloat16  # pairs of weights are widened together
+    packed = pack_factors(scales.to(dtype), run)
+    packed_shifts = None if shifts is None else pack_factors(shifts.to(dtype), run)
+    codes = pack_codes(parts.values.view(torch.uint8), kind)
+    return TiledLinear(Form(kind, zero, dtype, how, run), (outputs, width), codes, packed, packed_shifts, units, bias)
+
+
+def _shifts_of(parts: QuantisedParts, kind: str) -> tuple[int, str, Tensor | None]:
+    """(constant zero point, how shifts are applied, shifts)."""
+    if parts.zeros is not None:
+        return 0, "subtracted", parts.zeros.to(parts.scales.dtype)
+    if parts.minima is None:
+        return 0, "", None
+    if kind == "int4" and torch.equal(parts.minima, -8 * parts.scales):
+        return 8, "", None
+    return 0, "added", parts.minima
+
+
+def _fits_bfloat16(factors: Tensor) -> bool:
+    return torch.equal(factors.bfloat16().float(), factors.float())
+
+
+def _in_longer_runs(parts: QuantisedParts) -> QuantisedParts:
+    """The same with neighbouring runs joined where their factors are equal."""
+    width = parts.values.shape[1]
+    while (count := parts.scales.shape[1]) % 2 == 0 and 2 * width // count <= _LONGEST_RUN:
+        factors = [parts.scales, parts.minima, parts.zeros]
+        if not all(each is None or torch.equal(each[:, ::2], each[:, 1::2]) for each in factors):
+            break
+        minima, zeros = (None if each is None else each[:, ::2] for each in factors[1:])
+        parts = parts._replace(scales=parts.scales[:, ::2], minima=minima, zeros=zeros)
+    return parts
+
+
+def _repeated(parts: QuantisedParts, times: int) -> QuantisedParts:
+    """The same in shorter runs."""
+    if times == 1:
+        return parts
+    repeat = [None if each is None else each.repeat_interleave(times, 1) for each in (parts.minima, parts.zeros)]
+    return parts._replace(scales=parts.scales.repeat_interleave(times, 1), minima=repeat[0], zeros=repeat[1])

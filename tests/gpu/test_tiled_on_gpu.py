@@ -1,0 +1,88 @@
+"""Layers of packed 4- and 8-bit weights on a GPU: products of any number of rows, and engines whose layers are such."""
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.fast.kernels.packed_rows import why_not
+from nanovllm.models.quantised import tiled
+from nanovllm.models.quantised.on_load import quantise_model
+from tests.support.llms import check_engine
+from tests.support.quantised import KINDS, random_layer
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or why_not(torch.device("cuda")) is not None, reason="needs a Hopper GPU"
+)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 63, 64, 65, 128, 129, 300)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
+
+
+@pytest.mark.parametrize("sizes", [(48, 256), (1000, 1920), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "FP8" not in kind])
+def test_products_of_any_number_of_rows_are_those_of_float64(kind, sizes):
+    torch.manual_seed(0)
+    width = sizes[1] if kind not in ("Q4_K", "Q5_K", "Q6_K") else sizes[1] // 256 * 256
+    layer = random_layer(kind, sizes[0], width, torch.randn(sizes[0])).cuda()
+    layer_of_gpu = tiled.tiled_linear(layer.quantised_parts(), layer.bias.bfloat16()).cuda()
+    states = torch.randn(max(ROWS), width, device="cuda", dtype=torch.bfloat16)
+    expected = states.double() @ layer.dequantise().double().T + layer.bias.bfloat16().double()
+    for count in ROWS:
+        output = layer_of_gpu(states[:count])
+        distances = (output.double() - expected[:count]).norm(dim=1) / expected[:count].norm(dim=1)
+        assert distances.max() < (4e-3 if count <= 8 else 8e-3), count  # of more rows the weight is rounded too
+        assert torch.equal(output, layer_of_gpu(states[:count])), count
+        apart = layer_of_gpu(torch.cat((states[1:count], states[:1]))) if count > 1 else output
+        assert torch.equal(apart[-1], output[0]), f"a row among {count} others depends on its place"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """Types of the layers of a model that was placed."""
+    found = []
+
+    def recorded(model, device):
+        place(model, device)
+        found.extend(type(module) for module in model.modules())
+
+    place = tiled.place
+    monkeypatch.setattr(tiled, "place", recorded)
+    return found
+
+
+def answers(folder, prompts, quantization, **options):
+    options = {"block_size": 16, "num_kv_blocks": 200, "max_model_len": 256, "max_num_seqs": 8} | options
+    with LLM(folder, tokenizer=tiny_tokenizer(), quantization=quantization, device="cuda", **options) as llm:
+        found = [output.outputs[0] for _ in range(2) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        check_engine(llm)
+        assert llm.stats().prefix_cache_hits > 0
+    return [one.token_ids for one in found], [one.logprobs for one in found]
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 24}, {"num_kv_blocks": 24}, {"speculation": "suffix"}],
+    ids=["graphs", "eager", "chunks", "preemption", "drafts"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_answers_as_the_dequantised_model(folder, options, quantization, dtype, placed):
+    prompts = random_prompts(6, low=40, high=70)
+    found, logprobs = answers(folder, prompts, quantization, dtype=dtype, **options)
+    assert placed.count(tiled.TiledLinear) == 15
+    model = tiny_model("qwen3")
+    quantise_model(model, quantization)
+    model = model.cuda()  # dequantises its weights in each pass
+    for prompt, tokens, own in zip(prompts * 2, found, logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+        right = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
+        ours = torch.tensor([each[token].logprob for each, token in zip(own, tokens, strict=True)])
+        torch.testing.assert_close(ours, right, atol=1e-4 if dtype == "float32" else 0.06, rtol=0)
+        if dtype == "float32":
+            assert logits.argmax(-1).tolist() == tokens

@@ -1,0 +1,84 @@
+"""Layers in a GPU's tiles hold the weights of the layers that they were made of, bit for bit; here without a GPU."""
+
+import pytest
+import torch
+
+from nanovllm.fast.layers.merged_linears import MergedJoined, MergedPart, merging
+from nanovllm.models.quantised.blocks import FORMATS
+from nanovllm.models.quantised.scaled import ScaledLinear
+from nanovllm.models.quantised.tiled import TiledLinear, placed_linear, tiled_linear
+from tests.support.quantised import KINDS, ROWS, random_layer
+from tests.support.tiny_models import tiny_model
+
+FLOATS = [kind for kind in ROWS if "FP8" in kind]
+CPU = torch.device("cpu")
+# Quotients of scales; zero points as minima, since float16 does not hold these scales.
+BOUNDS = {"NVFP4 over": 3e-7, "W4 exact zeros": 2e-6}
+
+
+@pytest.mark.parametrize("sizes", [(48, 256), (200, 512), (7, 768)], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FLOATS])
+def test_tiles_hold_the_weight(kind, sizes):
+    layer = random_layer(kind, *sizes, torch.randn(sizes[0]))
+    tiled = tiled_linear(layer.quantised_parts(), layer.bias)
+    bound = BOUNDS.get(kind, 0)
+    torch.testing.assert_close(tiled.dequantise(), layer.dequantise(), rtol=bound, atol=bound)
+    states = torch.randn(3, sizes[1])
+    torch.testing.assert_close(tiled(states), layer(states), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, run, shifts",
+    [("W4 groups", 64, ""), ("W4 zeros", 128, "subtracted"), ("Q4_1", 32, "added"), ("Q6_K", 16, ""), ("int8", 0, "")],
+)
+def test_what_is_equal_is_stored_once(kind, run, shifts):
+    form = tiled_linear(random_layer(kind, 32, 256).quantised_parts()).form
+    assert (form.run, form.shifts) == (run, shifts)
+
+
+def test_tiles_of_several_layers_are_joined():
+    layers = [tiled_linear(random_layer("W4 zeros", rows, 256, seed=rows).quantised_parts()) for rows in (32, 48)]
+    joined = TiledLinear.joined(layers)
+    assert torch.equal(joined.dequantise(), torch.cat([layer.dequantise() for layer in layers]))
+    odd = tiled_linear(random_layer("W4 zeros", 40, 256).quantised_parts())
+    assert layers[0].kind == layers[1].kind != odd.kind
+    assert odd.kind != tiled_linear(random_layer("W4 zeros", 40, 256).quantised_parts()).kind
+
+
+def test_layers_that_read_one_input_become_one_product():
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        plain = getattr(attention, name)
+        layer = random_layer("MXFP4", plain.out_features, plain.in_features, seed=number)
+        setattr(attention, name, tiled_linear(layer.quantised_parts()))
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+        with merging(model, [model.model.layers[0]]):
+            model(tokens)
+        torch.testing.assert_close(model(tokens).logits, expected)
+    assert isinstance(attention.q_proj, MergedJoined) and isinstance(attention.v_proj, MergedPart)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_has_a_place_on_a_gpu_and_else_is_dequantised(kind, monkeypatch):
+    monkeypatch.setattr("nanovllm.models.quantised.tiled.why_not_packed", lambda device: None)
+    monkeypatch.setattr("nanovllm.models.quantised.tiled.why_not", lambda *_, **__: None)
+    layer = random_layer(kind, 32, 256, torch.randn(32), dtype=torch.bfloat16)
+    placed = placed_linear(layer, CPU)
+    plain = {"FP8 blocks": torch.nn.Linear, "MXFP8": torch.nn.Linear}  # here blocks share no scales
+    expected = {"FP8 rows": ScaledLinear, **plain}.get(kind, TiledLinear)
+    assert type(placed) is expected
+    if expected is torch.nn.Linear:
+        assert torch.equal(placed.weight, layer.dequantise().bfloat16())
+    assert placed.bias is not None
+
+
+def test_a_weight_is_not_read_or_loaded_by_itself():
+    tiled = tiled_linear(random_layer("Q4_1", 32, 256).quantised_parts())
+    with pytest.raises(Exception, match="quantised"):
+        _ = tiled.weight
+    with pytest.raises(ValueError, match="state dict"):
+        tiled.load_state_dict({})
+    assert "int4 in runs of 32" in repr(tiled) and set(FORMATS) >= {"Q4_1"}
