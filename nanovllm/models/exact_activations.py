@@ -12,10 +12,10 @@ from nanovllm.models.source import is_gguf
 
 def _stays_quantised(config: EngineConfig, source: str, stored: Mapping[str, Any] | None) -> bool:
     """Whether weights that are stored quantised are computed with."""
-    from nanovllm.models.quantised.stored_config import KEPT_METHODS, checkpoint_of
+    from nanovllm.models.quantised.stored_config import METHODS, checkpoint_of
 
     checkpoint = None if stored is None else checkpoint_of(stored)
-    is_kept = checkpoint is not None and checkpoint.method in KEPT_METHODS
+    is_kept = checkpoint is not None and checkpoint.method in METHODS
     return config.quantization != "dequantize" and (is_gguf(source) or is_kept)
 
 

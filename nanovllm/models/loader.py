@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,33 +177,16 @@ def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[
     options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if not getattr(model_config, "quantization_config", None) and config.quantization not in ABOUT_CHECKPOINTS:
         return lambda model_class: model_class.from_pretrained(source, dtype=dtype, **options)
-    from nanovllm.models.quantised.loading import dequantising, folder_of, keeping
+    from nanovllm.models.quantised.loading import folder_of, reading
     from nanovllm.models.quantised.stored_config import checkpoint_of, keeps
 
     is_kept = keeps(source, model_config, config.quantization, device, is_sharded=not device)
     checkpoint: Any = checkpoint_of(model_config)
-
-    def dequantising_reader() -> Reader:
-        if checkpoint.is_dequantised_by_reader:
-            return partial(
-                keeping, source=source, model_config=model_config, keeps=False, is_asked=bool(config.quantization),
-                dtype=dtype, **options,
-            )  # fmt: skip
-        if not checkpoint.is_read:
-            raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
-        with load_errors(f"the model {source!r}", source):
-            folder = folder_of(source, options)
-        return dequantising(source, folder, model_config, checkpoint, config, options)
-
-    def read_kept(model_class: Any) -> tuple[Any, dict[str, Any]]:
-        try:
-            return keeping(model_class, source, model_config, dtype=dtype, **options)
-        except UnsupportedModelError:  # tensors of no layout, before any weight is read
-            if config.quantization == "keep":
-                raise
-            return dequantising_reader()(model_class)
-
-    return read_kept if is_kept else dequantising_reader()
+    if not checkpoint.is_read:
+        raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
+    with load_errors(f"the model {source!r}", source):
+        folder = folder_of(source, options)
+    return reading(source, folder, model_config, checkpoint, config, options, keeps=is_kept)
 
 
 def part_of_another(config: Any) -> Any:

@@ -120,7 +120,7 @@ def _stored_weights(source: str, folder: Path, checkpoint: Checkpoint | None) ->
     Raises MissingLibraryError for quantised weights with a missing library, and ModelLoadError for damaged files.
     """
     if checkpoint is not None and checkpoint.is_read:
-        from nanovllm.models.quantised.dequantised import StoredWeights  # imports torch
+        from nanovllm.models.quantised.stored import StoredWeights  # imports torch
 
         weights = StoredWeights(source, folder, checkpoint)
         return weights.num_weights, weights.num_stored_bytes, weights.kept

@@ -47,13 +47,13 @@ def listed(capsys):
 
 
 def test_quantised_models_are_listed_with_their_format(hub, capsys):
-    for name, settings in (("fp8", {"quant_method": "fp8"}), ("gptq", {"quant_method": "gptq", "bits": 4})):
+    for name, settings in (("gptq", {"quant_method": "gptq", "bits": 4}), ("quark", {"quant_method": "quark"})):
         snapshot = save_tiny(cache_model(hub, f"own/{name}"))
         config = json.loads((snapshot / "config.json").read_text())
         (snapshot / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     found = listed(capsys)
-    assert found["own/fp8"]["state"] == "ready: fp8, 8 bits"
-    assert found["own/gptq"]["state"] == "in a format that is not read: gptq, 4 bits"
+    assert found["own/gptq"]["state"] == "ready: gptq, 4 bits"
+    assert found["own/quark"]["state"] == "in a format that is not read: quark"
 
 
 def test_what_the_cache_holds_is_listed_with_its_state(hub, capsys):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,77 +15,68 @@ from transformers.utils import cached_file
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.headless import Reader
-from nanovllm.models.headers import INDEX, SINGLE, read_headers
-from nanovllm.models.quantised.stored_config import Checkpoint, checkpoint_of
+from nanovllm.models.headers import INDEX, SINGLE
+from nanovllm.models.quantised.stored import StoredWeights
+from nanovllm.models.quantised.stored_config import Checkpoint
 
 logger = logging.getLogger("nanovllm")
 
 
-def keeping(
-    model_class: Any, source: str, model_config: Any, *, keeps: bool = True, is_asked: bool = True, **options: Any
-) -> tuple[Any, dict[str, Any]]:
-    """(module, report of its load) of a checkpoint with weights that stay quantised where kernels multiply them.
-
-    Args:
-        keeps: False to dequantise all weights.
-        is_asked: False if nobody asked for that: its bytes are a warning.
-        options: arguments of `from_pretrained`.
-
-    Raises UnsupportedModelError for tensors of no layout, before any weight is read.
-    """
-    from nanovllm.models.quantised.checkpoint import settings_of
-    from nanovllm.models.quantised.reader import config_to_keep, why_not_read
-
-    if (reason := why_not_read(settings_of(model_config.quantization_config))) is not None:
-        raise UnsupportedModelError(f"the weights of {source} are not read: {reason}.")
-    config = copy.deepcopy(model_config)
-    config.quantization_config = config_to_keep(settings_of(model_config.quantization_config), keeps=keeps)
-    found: tuple[Any, dict[str, Any]] = model_class.from_pretrained(source, config=config, **options)
-    if not keeps:
-        stored = sum(tensor.num_bytes for tensor in read_headers(folder_of(source, options)).values())
-        num_bytes = sum(parameter.nbytes for parameter in found[0].parameters())
-        logger.log(
-            logging.INFO if is_asked else logging.WARNING,
-            "the weights of %s (%s) are dequantised: %.2f GB stored, %.2f GB in %s",
-            source, checkpoint_of(model_config), stored / 1e9, num_bytes / 1e9,
-            str(found[0].dtype).removeprefix("torch."),
-        )  # fmt: skip
-    return found
-
-
-def dequantising(
-    source: str, folder: Path, model_config: Any, checkpoint: Checkpoint, config: EngineConfig, options: dict[str, Any]
+def reading(
+    source: str,
+    folder: Path,
+    model_config: Any,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    options: dict[str, Any],
+    *,
+    keeps: bool,
 ) -> Reader:
-    """Loads plain weights of a checkpoint, which is checked by its headers now; logs its bytes, stored and plain.
+    """Reads a checkpoint, which is checked by its headers now; logs the bytes of one that is dequantised.
 
     Args:
         options: arguments of `from_pretrained`.
+        keeps: weights stay quantised where kernels multiply them.
 
-    Raises MissingLibraryError and ModelLoadError.
+    Raises ModelLoadError, and UnsupportedModelError for weights that are to be kept and cannot be.
     """
-    from nanovllm.models.quantised.dequantised import StoredWeights, load_plain
+    from nanovllm.models.quantised.reader import load
 
     weights = StoredWeights(source, folder, checkpoint)
     dtype = _dtype_of(model_config, config)
-    num_bytes = weights.num_weights * dtype.itemsize
-    name = str(dtype).removeprefix("torch.")
-    if config.quantization in QUANTISED_ON_LOAD:
-        logger.info(
-            "the weights of %s (%s, %.2f GB) are dequantised, and quantised to %s as they are loaded",
-            source, checkpoint, weights.num_stored_bytes / 1e9, config.quantization,
-        )  # fmt: skip
-    else:
-        level = logging.WARNING if config.quantization is None else logging.INFO
-        logger.log(
-            level, "the weights of %s (%s) are dequantised: %.2f GB stored, %.2f GB in %s",
-            source, checkpoint, weights.num_stored_bytes / 1e9, num_bytes / 1e9, name,
-        )  # fmt: skip
+    keeps = keeps and weights.kept[0] > 0
+    if config.quantization == "keep" and not keeps:
+        name, weight = next(iter(weights.quantised.items()))
+        raise UnsupportedModelError(
+            f"quantization is 'keep', but no weight of {source} ({checkpoint}) has a quantised form here; {name}: "
+            f"{weight.layout.why_not_kept}. Set it to 'dequantize', or leave it out."
+        )
+    if not keeps:
+        _log_bytes(source, checkpoint, weights, dtype, config.quantization)
     if weights.num_unused:
         logger.info(
             "%s has %d scales of activations, K and V, which are not used: none is quantised by a fixed scale here",
             source, weights.num_unused,
         )  # fmt: skip
-    return lambda model_class: load_plain(model_class, source, weights, model_config, dtype, options)
+    return partial(load, source=source, weights=weights, config=model_config, dtype=dtype, options=options, keeps=keeps)
+
+
+def _log_bytes(
+    source: str, checkpoint: Checkpoint, weights: StoredWeights, dtype: torch.dtype, option: str | None
+) -> None:
+    """Log the bytes of weights that are dequantised: a warning if nobody asked for it."""
+    if option in QUANTISED_ON_LOAD:
+        logger.info(
+            "the weights of %s (%s, %.2f GB) are dequantised, and quantised to %s as they are loaded",
+            source, checkpoint, weights.num_stored_bytes / 1e9, option,
+        )  # fmt: skip
+        return
+    logger.log(
+        logging.WARNING if option is None else logging.INFO,
+        "the weights of %s (%s) are dequantised: %.2f GB stored, %.2f GB in %s",
+        source, checkpoint, weights.num_stored_bytes / 1e9, weights.num_weights * dtype.itemsize / 1e9,
+        str(dtype).removeprefix("torch."),
+    )  # fmt: skip
 
 
 def _dtype_of(model_config: Any, config: EngineConfig) -> torch.dtype:
@@ -107,7 +98,8 @@ def folder_of(source: str, options: dict[str, Any]) -> Path:
     silent = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
     index = cached_file(source, INDEX, **silent, **lookups)
     if index is None:
-        return Path(cached_file(source, SINGLE, **lookups)).parent
+        single = cached_file(source, SINGLE, **silent, **lookups)
+        return Path(single or cached_file(source, "config.json", **lookups)).parent
     from huggingface_hub import snapshot_download
 
     names = set(json.loads(Path(index).read_bytes())["weight_map"].values())

@@ -18,7 +18,7 @@ from nanovllm.models.quantised.parts import QuantisedParts
 
 # Twice the numbers of 4-bit floats (e2m1), by code: whole numbers, so that kernels multiply them as bytes.
 DOUBLED_FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_BITS = {"int8": 8, "uint8": 8, "uint4": 4, "float8": 8, "float4": 4}  # a value's, by encoding
+_BITS = {"int8": 8, "uint8": 8, "uint4": 4, "float8": 8, "float8_e5m2": 8, "float4": 4}  # a value's, by encoding
 _RUN_OF_KERNELS = 32
 _LONG_RUN = 128  # a run of 8-bit floats
 _ZERO_OF_SIGNED = 8  # zero point of nibbles that are stored without one
@@ -30,8 +30,8 @@ class RowFormat:
     """Layout of a row.
 
     Attributes:
-        values: "int8", "uint8" or "uint4" (minus a zero point), "float8" (e4m3) or "float4" (e2m1). Of two in a byte
-            the first has the lower half.
+        values: "int8", "uint8" or "uint4" (minus a zero point), "float8" (e4m3), "float8_e5m2" or "float4" (e2m1). Of
+            two in a byte the first has the lower half.
         width: weights of a row.
         run: neighbours with one scale; divides the width.
         scales: dtype of the scales; EXPONENTS for powers of two.
@@ -120,6 +120,8 @@ class RowFormat:
             return values.float()
         if self.values == "float8":
             return values.view(torch.float8_e4m3fn).float()
+        if self.values == "float8_e5m2":
+            return values.view(torch.float8_e5m2).float()
         codes = nibbles(values)
         if self.values == "float4":
             return torch.tensor(DOUBLED_FLOAT4, dtype=torch.float32, device=values.device)[codes.long()].mul_(0.5)

@@ -9,9 +9,8 @@ from typing import Any
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD
 
-# Methods with weights that stay quantised on a CPU, by `reader`, and methods that `widened` dequantises.
-KEPT_METHODS = ("compressed-tensors", "fp8", "mxfp8", "modelopt", "gptq", "awq", "mxfp4")
-READ_METHODS = ("compressed-tensors", "fp8", "mxfp8", "fbgemm_fp8", "modelopt", "mxfp4")
+# Methods whose weights are read, and kept where kernels multiply them.
+METHODS = ("compressed-tensors", "fp8", "mxfp8", "fbgemm_fp8", "modelopt", "gptq", "awq", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +31,8 @@ class Checkpoint:
         return f"{named}, {bits} bits" if bits else named
 
     @property
-    def is_dequantised_by_reader(self) -> bool:
-        """Whether `reader` alone dequantises the weights."""
-        return self.method in KEPT_METHODS and not self.is_read
-
-    @property
     def is_read(self) -> bool:
-        """Whether the weights can be dequantised here."""
-        return self.method in READ_METHODS
+        return self.method in METHODS
 
 
 _BITS_OF_METHODS = {"fp8": 8, "mxfp8": 8, "fbgemm_fp8": 8, "mxfp4": 4}
@@ -84,7 +77,7 @@ def keeps(source: str, model_config: Any, option: str | None, device: str, *, is
     check_contradiction(source, checkpoint, option)
     if checkpoint is None or option == "dequantize" or option in QUANTISED_ON_LOAD:
         return False
-    has_kernels = device in ("cpu", "cuda") and not is_sharded and checkpoint.method in KEPT_METHODS
+    has_kernels = device in ("cpu", "cuda") and not is_sharded and checkpoint.method in METHODS
     if option == "keep" and not has_kernels:
         raise UnsupportedModelError(
             f"quantization is 'keep', but the weights of {source} ({checkpoint}) have no quantised form here"
