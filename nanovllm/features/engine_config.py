@@ -252,9 +252,9 @@ class EngineConfig(plain_config.EngineConfig, _InOrder):
             for name in names:
                 if getattr(self, name) and getattr(self, needed) == default:
                     raise ValueError(f"{name} is {getattr(self, name)!r}, but {error}")
-        if self.tensor_parallel_size > 1 and self.quantization not in (None, "dequantize"):
+        if self.tensor_parallel_size > 1 and self.quantization in QUANTISED_ON_LOAD:
             refuse(
                 "quantization", TENSOR_PARALLEL,
-                f"ranks share plain weights, not those of {self.quantization!r}. Set it to 'dequantize', use "
-                "data_parallel_size, or leave it out.",
+                f"ranks share weights as they are stored, not those of {self.quantization!r}. Use data_parallel_size, "
+                "or leave it out.",
             )  # fmt: skip

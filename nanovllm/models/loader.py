@@ -123,7 +123,8 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
     text_config = model_config.get_text_config(decoder=True)
     attending_layers(_name_of(model_config), text_config, LAYER_TYPES)  # refuses layers of unknown types
     check_limits(text_config, config)  # defaults of the config's class included
-    read = _reader(source, model_config, config, options, "" if is_sharded else _kernels_of(device))
+    kernels = kernels_of(device, is_sharded=is_sharded)
+    read = _reader(source, model_config, config, options, kernels, is_sharded=is_sharded)
     with load_errors(f"the model {source!r}", source), _no_progress_bars(), torch.inference_mode(False):
         model_class = part_of_another(model_config) or AutoModelForCausalLM
         module, info = load_headless(model_config, source, read, **options) or read(model_class)
@@ -153,10 +154,12 @@ def _check_device(config: EngineConfig, device: torch.device) -> None:
         )
 
 
-def _kernels_of(device: torch.device) -> str:
+def kernels_of(device: torch.device, *, is_sharded: bool) -> str:
     """The device's type, or another text for a GPU without products of quantised weights."""
     if device.type != "cuda":
         return device.type
+    if is_sharded:
+        return "several GPUs"
     from nanovllm.models.quantised.scaled import why_not
     from nanovllm.models.quantised.tiled import why_not_packed
 
@@ -164,11 +167,13 @@ def _kernels_of(device: torch.device) -> str:
     return device.type if has_products else "this GPU"
 
 
-def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[str, Any], device: str) -> Reader:
+def _reader(
+    source: str, model_config: Any, config: EngineConfig, options: dict[str, Any], kernels: str, *, is_sharded: bool
+) -> Reader:
     """Function that reads a model of a class of the library, with the report of its load; nothing is read yet.
 
     Args:
-        device: type of the device on which weights of a quantised checkpoint may stay so; "" for shards.
+        kernels: type of the device, as `kernels_of` returns it.
 
     Raises ValueError for an option that contradicts the checkpoint, UnsupportedModelError for quantised weights that
     cannot be dequantised, and ModelLoadError for damaged ones.
@@ -180,13 +185,13 @@ def _reader(source: str, model_config: Any, config: EngineConfig, options: dict[
     from nanovllm.models.quantised.loading import folder_of, reading
     from nanovllm.models.quantised.stored_config import checkpoint_of, keeps
 
-    is_kept = keeps(source, model_config, config.quantization, device, is_sharded=not device)
+    is_kept = keeps(source, model_config, config.quantization, kernels)
     checkpoint: Any = checkpoint_of(model_config)
     if not checkpoint.is_read:
         raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
     with load_errors(f"the model {source!r}", source):
         folder = folder_of(source, options)
-    return reading(source, folder, model_config, checkpoint, config, options, keeps=is_kept)
+    return reading(source, folder, model_config, checkpoint, config, options, keeps=is_kept, is_sharded=is_sharded)
 
 
 def part_of_another(config: Any) -> Any:

@@ -19,6 +19,7 @@ from nanovllm.models import loader
 from nanovllm.models.default_model import ensure_default_model
 from nanovllm.models.quantised import reader, stored, stored_config
 from nanovllm.models.quantised.blocks import QuantisedLinear
+from nanovllm.models.quantised.rows import RowFormat
 from nanovllm.models.sizes import read_sizes
 from tests.support import quantised_checkpoints as made
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
@@ -211,12 +212,12 @@ def fp8(tmp_path_factory):
     return save_quantised(tmp_path_factory.mktemp("fp8"), "fp8-block")
 
 
-def test_what_is_dequantised_is_said_once_with_its_bytes(fp8, caplog):
+def test_what_is_dequantised_is_said_once_with_its_bytes(fp8, caplog, monkeypatch):
+    monkeypatch.setattr(RowFormat, "has_kernel", False)
     caplog.set_level(logging.INFO, logger="nanovllm")
     for option, level in ((None, "WARNING"), ("dequantize", "INFO"), ("int8", "INFO")):
         caplog.clear()
-        config = EngineConfig(device="cpu", quantization=option)
-        model = loader.load_module(str(fp8), config, torch.device("cpu"), is_sharded=True)
+        model = loaded(fp8, quantization=option)
         (said,) = [record for record in caplog.records if "are dequantised" in record.message]
         assert said.levelname == level and "(fp8, 8 bits" in said.message and "GB" in said.message
         assert any(isinstance(module, QuantisedLinear) for module in model.modules()) == (option == "int8")
@@ -240,14 +241,13 @@ def test_an_option_that_contradicts_the_checkpoint_is_refused_with_both(option, 
 
 
 def test_weights_without_a_quantised_form_cannot_be_kept(fp8):
-    config = EngineConfig(device="cpu", quantization="keep")
+    config = AutoConfig.from_pretrained(fp8)
     with pytest.raises(
-        UnsupportedModelError, match=r"quantization is 'keep', .*\(fp8, 8 bits\) have no quantised form"
+        UnsupportedModelError, match=r"quantization is 'keep', .*\(fp8, 8 bits\) have no quantised form here on this GPU"
     ):
-        loader.load_module(str(fp8), config, torch.device("cpu"), is_sharded=True)
-    with pytest.raises(ValueError, match=r"quantization does not work with tensor_parallel_size: .* 'keep'"):
-        EngineConfig(quantization="keep", tensor_parallel_size=2)
-    assert EngineConfig(quantization="dequantize", tensor_parallel_size=2).quantization == "dequantize"
+        stored_config.keeps(str(fp8), config, "keep", "this GPU")
+    with pytest.raises(ValueError, match=r"quantization does not work with tensor_parallel_size: .* 'int8'"):
+        EngineConfig(quantization="int8", tensor_parallel_size=2)
 
 
 def test_weights_that_are_pickled_are_refused_with_the_remedy(tmp_path):

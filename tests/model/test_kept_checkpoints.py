@@ -23,6 +23,7 @@ from nanovllm.models.experts import KEPT_EXPERTS
 from nanovllm.models.limits import check_stored_limits
 from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
 from nanovllm.models.quantised.kept_experts import KeptExperts
+from nanovllm.models.quantised.rows import RowFormat
 from tests.support import quantised_checkpoints
 from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
 from tests.support.packed_columns import FORMS, save_columns
@@ -232,10 +233,11 @@ def test_the_converter_of_compressed_tensors_reads_the_same_awq_weights(tmp_path
 
 
 @pytest.mark.parametrize("option, level", [(None, "WARNING"), ("dequantize", "INFO")])
-def test_gptq_where_nothing_is_kept_is_dequantised_and_its_bytes_are_said(option, level, tmp_path, caplog):
+def test_gptq_where_nothing_is_kept_is_dequantised_and_its_bytes_are_said(option, level, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(RowFormat, "has_kernel", False)
     folder, _ = save_columns(tmp_path, "gptq")
     caplog.set_level(logging.INFO, logger="nanovllm")
-    loader.load_module(str(folder), EngineConfig(dtype="bfloat16", quantization=option), CPU, is_sharded=True)
+    load(folder, quantization=option)
     (said,) = [record for record in caplog.records if "are dequantised" in record.message]
     assert said.levelname == level and "(gptq, 4 bits) are dequantised: 0.00 GB stored" in said.message
 

@@ -48,10 +48,10 @@ def small_llama(**overrides):
     return tiny_model(**(sizes | overrides), dtype=torch.bfloat16)
 
 
-def small_moe():
-    """A Qwen3 with four experts a layer, two of them for each token, in bfloat16."""
+def small_moe(width=128):
+    """A Qwen3 with four experts of this width a layer, two of them for each token, in bfloat16."""
     config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2,
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=256, moe_intermediate_size=width, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
         pad_token_id=None,

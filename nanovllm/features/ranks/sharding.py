@@ -259,10 +259,13 @@ def _shard_experts(shard: Shard, ranks: Ranks) -> None:
         shard.module.register_forward_hook(lambda _, inputs, states: all_reduce(states, handle))
         return
     if shard.style == "packed_colwise":  # [num_experts, gate and up, in]: a part of gate and a part of up
-        halves = parameter.unflatten(1, (2, -1)).chunk(ranks.size, dim=2)
-        kept = halves[ranks.rank].flatten(1, 2)
+        half = parameter.shape[1] // 2
+        width = half // ranks.size
+        starts = (ranks.rank * width, half + ranks.rank * width)
+        kept = torch.cat([parameter[:, start : start + width] for start in starts], dim=1)
     else:
-        kept = parameter.chunk(ranks.size, dim=2)[ranks.rank]
+        width = parameter.shape[2] // ranks.size
+        kept = parameter[:, :, ranks.rank * width : (ranks.rank + 1) * width]
     shard.module._parameters[shard.name.rpartition(".")[2]] = _parameter(kept)
 
 

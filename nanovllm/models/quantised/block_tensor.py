@@ -1,15 +1,18 @@
 """A weight in quantised blocks that code takes for a plain tensor, such as the loader of `transformers`.
 
-Stacked and joined by rows it stays quantised; any other operation computes with the dequantised weight.
+Stacked, joined and cut by whole rows it stays quantised, and cut by whole runs of each row, as ranks do; any other
+operation computes with the dequantised weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.models.quantised.layout import Layout
 
@@ -52,13 +55,17 @@ class BlockTensor(Tensor):
             rows[at * step : at * step + step, order] = part.to(layout.rounded or part.dtype).to(self.dtype)
         return weight.transpose(-1, -2).contiguous() if layout.is_transposed else weight
 
+    def with_blocks(self, blocks: Tensor, **changes: Any) -> BlockTensor:
+        return BlockTensor(blocks, replace(self.content, **changes), self.dtype, self.num_joined)
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        return nn.Parameter(self.plain(), requires_grad=False)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is _aten.detach.default:
-            return BlockTensor(args[0].blocks, args[0].content, args[0].dtype, args[0].num_joined)
-        if func in (_aten.stack.default, _aten.cat.default) and (first := _joinable(func, *args)) is not None:
-            joined = func([each.blocks for each in args[0]], *args[1:])
-            return BlockTensor(joined, first.content, first.dtype, sum(each.num_joined for each in args[0]))
+        found = _KEPT[func](*args) if func in _KEPT else None
+        if found is not None:
+            return found
         return func(*map(_plain, args), **{name: _plain(each) for name, each in (kwargs or {}).items()})
 
 
@@ -69,12 +76,45 @@ def _plain(argument: Any) -> Any:
     return argument.plain() if isinstance(argument, BlockTensor) else argument
 
 
-def _joinable(func: Any, tensors: Sequence[Any], dim: int = 0) -> BlockTensor | None:
-    """The first of tensors that are joined by whole rows of one format; None for others."""
+def _joined(func: Any, tensors: Sequence[Any], dim: int = 0) -> BlockTensor | None:
+    """Tensors joined by whole rows of one format; None for others."""
+    tensors = [each for each in tensors if each.numel()]  # padding of no rows
     first = tensors[0]
     by_rows = dim % (first.dim() + (func is _aten.stack.default)) < first.dim() - 1
     if not by_rows or any(type(each) is not BlockTensor for each in tensors):
         return None
     layouts = [each.content for each in tensors]
-    is_same = all(each.form == first.content.form and each.order is None for each in layouts)
-    return first if is_same and not first.content.is_transposed else None
+    is_same = len(layouts) == 1 or all(each.form == first.content.form and each.order is None for each in layouts)
+    if not is_same or first.content.is_transposed:
+        return None
+    joined = first.with_blocks(func([each.blocks for each in tensors], dim))
+    joined.num_joined = sum(each.num_joined for each in tensors)
+    return joined
+
+
+def _sliced(
+    tensor: BlockTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> BlockTensor | None:
+    """Some rows, or the same whole runs of each row; None for others."""
+    part = slice(*slice(start, end).indices(tensor.shape[dim])[:2])
+    if step != 1 or tensor.content.is_transposed:
+        return None
+    if dim % tensor.dim() < tensor.dim() - 1:
+        return tensor.with_blocks(tensor.blocks[(slice(None),) * (dim % tensor.dim()) + (part,)])
+    form = tensor.content.form
+    if tensor.content.order is not None or form.why_not_split(part.start, part.stop):
+        return None
+    parts = [tensor.blocks[..., each] for each in form.bytes_of(part.start, part.stop)]
+    width = part.stop - part.start
+    form = replace(form, width=width, run=min(form.run, width))
+    return tensor.with_blocks(torch.cat(parts, dim=-1), form=form)
+
+
+_KEPT: dict[Any, Callable[..., Tensor | None]] = {
+    _aten.detach.default: lambda tensor: tensor.with_blocks(tensor.blocks),
+    _aten.clone.default: lambda tensor: tensor.with_blocks(tensor.blocks.clone()),
+    _aten.new_zeros.default: lambda tensor, size: torch.zeros(size, dtype=tensor.dtype),
+    _aten.stack.default: partial(_joined, _aten.stack.default),
+    _aten.cat.default: partial(_joined, _aten.cat.default),
+    _aten.slice.Tensor: _sliced,
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ def reading(
     options: dict[str, Any],
     *,
     keeps: bool,
+    is_sharded: bool = False,
 ) -> Reader:
     """Reads a checkpoint, which is checked by its headers now; logs the bytes of one that is dequantised.
 
     Args:
         options: arguments of `from_pretrained`.
         keeps: weights stay quantised where kernels multiply them.
+        is_sharded: they are cut among ranks first.
 
     Raises ModelLoadError, and UnsupportedModelError for weights that are to be kept and cannot be.
     """
@@ -58,7 +61,40 @@ def reading(
             "%s has %d scales of activations, K and V, which are not used: none is quantised by a fixed scale here",
             source, weights.num_unused,
         )  # fmt: skip
-    return partial(load, source=source, weights=weights, config=model_config, dtype=dtype, options=options, keeps=keeps)
+    return partial(
+        load, source=source, weights=weights, config=model_config, dtype=dtype, options=options, keeps=keeps,
+        is_sharded=is_sharded,
+    )  # fmt: skip
+
+
+def check_split(source: str, folder: Path, checkpoint: Checkpoint, names: Iterable[str], config: EngineConfig) -> None:
+    """Check that ranks cut the inputs of kept layers in whole runs; one log line names those that are dequantised.
+
+    Args:
+        names: layers whose inputs are cut, or the parameters of several experts.
+
+    Raises UnsupportedModelError for one of another size, if all are to be kept.
+    """
+    quantised = StoredWeights(source, folder, checkpoint).quantised
+    reasons = {}
+    for name in names:
+        path, _, last = name.rpartition(".")
+        found = [each for each in (f"{name}.weight", name, f"{path}.0.{last}.weight") if each in quantised]
+        layout = quantised[found[0]].layout if found else None
+        if layout is not None and not layout.why_not_kept:
+            width = layout.form.width // config.tensor_parallel_size
+            reason = "its inputs are sorted (act-order)" if layout.order is not None else ""
+            if reason := reason or layout.form.why_not_split(width, 2 * width):
+                reasons[name] = reason
+    if not reasons:
+        return
+    name = next(iter(reasons))
+    message = f"tensor_parallel_size is {config.tensor_parallel_size}, and {name} cannot be cut so: {reasons[name]}"
+    if config.quantization == "keep":
+        raise UnsupportedModelError(
+            f"quantization is 'keep', but {message}. Leave it out, or set tensor_parallel_size to 1."
+        )
+    logger.warning("%d layers of %s are dequantised: %s", len(reasons), source, message)
 
 
 def _log_bytes(

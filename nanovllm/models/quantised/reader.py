@@ -40,6 +40,7 @@ def load(
     options: dict[str, Any],
     *,
     keeps: bool,
+    is_sharded: bool,
 ) -> tuple[Any, dict[str, Any]]:
     """(module, report of its load) of a checkpoint.
 
@@ -47,6 +48,7 @@ def load(
         model_class: class or Auto class of the library.
         options: arguments of `from_pretrained`.
         keeps: weights stay quantised where kernels multiply them.
+        is_sharded: they are left as BlockTensors, and cut among ranks before `keep_blocks`.
     """
     lookups: dict[str, Any] = {key: options[key] for key in ("local_files_only", "revision") if key in options}
     if model_class is AutoModelForCausalLM:
@@ -60,7 +62,7 @@ def load(
     state |= {name: _Entry(weight, file_of, dtype, keeps=keeps) for name, weight in weights.quantised.items()}
     module, report = model_class.from_pretrained(None, config=plain, state_dict=state, dtype=dtype, **options)
     if keeps:
-        _keep(module, weights)
+        _log_plain(weights, 0 if is_sharded else keep_blocks(module))
     module.name_or_path = source
     module.config.name_or_path = source
     with suppress(OSError):  # no generation_config.json: the library's own, made of the config, stays
@@ -103,21 +105,32 @@ class _Entry:
         return found if self._keeps else found.plain()
 
 
-def _keep(model: Any, weights: StoredWeights) -> None:
-    """Put quantised modules in place of plain ones with blocks; one log line a reason counts weights without blocks."""
+def _log_plain(weights: StoredWeights, num_kept: int) -> None:
+    """Log a line a reason for weights that are dequantised, of those that are read to be kept.
+
+    Args:
+        num_kept: weights that stay quantised; 0 if it is not known yet.
+    """
     reasons = Counter(weight.layout.why_not_kept for weight in weights.quantised.values())
-    num_left = reasons.pop("", 0)
-    for path, module in [*model.named_modules()]:
-        held = {name: each for name, each in module._parameters.items() if isinstance(each, BlockTensor)}
-        if held and _kept(model, path, module, held):
-            num_left -= sum(each.num_joined for each in held.values())
-            continue
-        for name, each in held.items():
-            module._parameters[name] = nn.Parameter(each.plain(), requires_grad=False)
-    reasons["they are no linear layers, or joined otherwise than by rows of one format"] = num_left
+    num_left = reasons.pop("", 0) - num_kept
+    if num_kept:
+        reasons["they are no linear layers, or joined otherwise than by rows of one format"] = num_left
     for reason, count in reasons.items():
         if count:
             logger.info("%d quantised weights are held dequantised: %s", count, reason)
+
+
+def keep_blocks(model: Any) -> int:
+    """Put quantised modules in place of plain ones with blocks; returns how many weights of the files these hold."""
+    num_kept = 0
+    for path, module in [*model.named_modules()]:
+        held = {name: each for name, each in module._parameters.items() if isinstance(each, BlockTensor)}
+        if held and _kept(model, path, module, held):
+            num_kept += sum(each.num_joined for each in held.values())
+            continue
+        for name, each in held.items():
+            module._parameters[name] = nn.Parameter(each.plain(), requires_grad=False)
+    return num_kept
 
 
 def _kept(model: Any, path: str, module: Any, held: dict[str, BlockTensor]) -> bool:
@@ -126,7 +139,10 @@ def _kept(model: Any, path: str, module: Any, held: dict[str, BlockTensor]) -> b
         weight = held["weight"]
         linear = QuantisedLinear(weight.content.form, weight.blocks, module.bias, dtype=weight.dtype)
         order = weight.content.order
-        model.set_submodule(path, linear if order is None else SortedLinear(linear, order))
+        replacement = linear if order is None else SortedLinear(linear, order)
+        replacement._forward_hooks.update(module._forward_hooks)  # sums over ranks
+        replacement._forward_pre_hooks.update(module._forward_pre_hooks)
+        model.set_submodule(path, replacement)
         return True
     by_rows = is_experts(module) and all(each.content.is_transposed == module.is_transposed for each in held.values())
     if not by_rows or held.keys() != {*projections_of(module)}:

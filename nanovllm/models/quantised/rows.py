@@ -78,6 +78,24 @@ class RowFormat:
             raise ValueError(f"rows of {row_bytes} bytes are not {self.name}, which takes {self.row_bytes}.")
         return self.width
 
+    def why_not_split(self, start: int, stop: int) -> str:
+        """Description of a run that begins before these weights of a row, or ends behind them; "" without one."""
+        is_whole = self.run == self.width or (start % self.run == 0 and stop % self.run == 0)
+        return "" if is_whole else f"weights {start} to {stop} of {self.width} are no whole runs of {self.run}"
+
+    def bytes_of(self, start: int, stop: int) -> list[slice]:
+        """Bytes of a row that hold some of its weights, which must be whole runs."""
+        unit, scales, zeros, values = self._sizes
+        runs = (0, 1) if self.run == self.width else (start // self.run, stop // self.run)
+        found = [slice(0, unit)]
+        at = unit
+        for size, (first, last), count in (
+            (scales, runs, self.num_runs), (zeros, runs, self.num_runs), (values, (start, stop), self.width)
+        ):  # fmt: skip
+            found.append(slice(at + size * first // count, at + size * last // count))
+            at += size
+        return found
+
     def join(self, values: Tensor, scales: Tensor, zeros: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
         """Blocks [num_rows, bytes a row] of the parts.
 

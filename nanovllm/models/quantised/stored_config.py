@@ -62,7 +62,7 @@ def checkpoint_of(config: Any) -> Checkpoint | None:
     return Checkpoint(str(getattr(method, "value", method)), settings)
 
 
-def keeps(source: str, model_config: Any, option: str | None, device: str, *, is_sharded: bool = False) -> bool:
+def keeps(source: str, model_config: Any, option: str | None, device: str) -> bool:
     """Whether a checkpoint's weights may stay quantised; False for plain and for dequantised ones.
 
     Args:
@@ -77,11 +77,11 @@ def keeps(source: str, model_config: Any, option: str | None, device: str, *, is
     check_contradiction(source, checkpoint, option)
     if checkpoint is None or option == "dequantize" or option in QUANTISED_ON_LOAD:
         return False
-    has_kernels = device in ("cpu", "cuda") and not is_sharded and checkpoint.method in METHODS
+    has_kernels = device in ("cpu", "cuda") and checkpoint.method in METHODS
     if option == "keep" and not has_kernels:
         raise UnsupportedModelError(
-            f"quantization is 'keep', but the weights of {source} ({checkpoint}) have no quantised form here"
-            f"{' on several ranks' if is_sharded else f' on {device}'}. Set it to 'dequantize', or leave it out."
+            f"quantization is 'keep', but the weights of {source} ({checkpoint}) have no quantised form here on "
+            f"{device}. Set it to 'dequantize', or leave it out."
         )
     return has_kernels
 
