@@ -27,12 +27,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.fast.kernels.processor_classes import targets
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.models.gguf.config import read_config
 from nanovllm.models.gguf.file import GGUFFile
 from nanovllm.models.gguf.weights import dense_weights
+from nanovllm.models.loader import load_weights
 from nanovllm.models.quantised.blocks import QuantisedEmbedding, QuantisedLinear
 from nanovllm.models.quantised.on_load import quantise_model
+from nanovllm.models.quantised.stored_config import checkpoint_of
 from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import Workload
 
@@ -53,7 +56,7 @@ def engine_sums(model: str, kind: str | None, options: dict[str, Any], prompts: 
 
 
 def reference(model: str, kind: str | None) -> Any:
-    """Plain float32 module with the dequantised weights of a GGUF file, or of a folder quantised at load."""
+    """Plain float32 module with the dequantised weights of a GGUF file, a quantised folder, or one to quantise."""
     if model.endswith(".gguf"):
         file = GGUFFile(Path(model))
         config = AutoConfig.for_model(**read_config(file))
@@ -62,6 +65,9 @@ def reference(model: str, kind: str | None) -> Any:
         module.tie_weights()
         return module
     folder = folder_of(model)
+    if kind is None and checkpoint_of(AutoConfig.from_pretrained(folder)) is not None:
+        config = EngineConfig(device="cpu", dtype="float32", quantization="dequantize")
+        return load_weights(str(folder), config).model
     plain, quantised = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for _ in range(2))
     if kind is not None:
         quantise_model(quantised, kind)
@@ -161,7 +167,7 @@ def measure_weights(options: argparse.Namespace) -> Figures:
 
 PARTS = {"perplexity": Part(measure_perplexity), "weights": Part(measure_weights)}
 OPTIONS = {
-    "models": Option([f"{DEFAULT_MODEL}:int8", f"{DEFAULT_MODEL}:int4"], "of perplexity: MODEL, MODEL:KIND or FILE"),
+    "models": Option([f"{DEFAULT_MODEL}:int8", f"{DEFAULT_MODEL}:int4"], "of perplexity: MODEL, MODEL:KIND, FILE"),
     "texts": Option(["LICENSE", "CONTRIBUTING.md"], "files, of perplexity"),
     "tokenizer": Option(DEFAULT_MODEL, "folder, of perplexity"),
     "tokens": Option(4096, "of each text at most, of perplexity"),

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanovllm.cli.early_checks import check_output, check_start
 from nanovllm.cli.flags import add_model_flags, engine_options, model_source
+from nanovllm.cli.sampling_flags import load_llm
 from nanovllm.cli.workload_flags import (
     about_workloads,
     add_arrival_flags,
@@ -19,11 +20,14 @@ from nanovllm.cli.workload_flags import (
     positive,
     several_workloads,
 )
+from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.extras import check_extra
+from nanovllm.features.option_checks import utf8
 from nanovllm.features.refusals import check_one_process
 from nanovllm.models.source import is_gguf
-from nanovllm.tools.bench import processes, report
+from nanovllm.tools.bench import perplexity, processes, report
 from nanovllm.tools.bench.engines import ENGINES, check_arrivals, check_sampling
+from nanovllm.tools.bench.perplexity import CHUNK
 from nanovllm.tools.bench.processes import EngineSpec, Settings
 from nanovllm.tools.workloads.files import write_trace
 from nanovllm.tools.workloads.specs import parse_values
@@ -62,6 +66,15 @@ def add_bench_command(commands: Any) -> None:
         "--record", metavar="FILE",
         help="write a trace of the measured run's requests and steps to FILE; see `nanovllm timeline`",
     )  # fmt: skip
+    bench.add_argument(
+        "--perplexity",
+        metavar="FILE",
+        help="measure the perplexity of a text instead of speed",
+    )
+    bench.add_argument(
+        "--perplexity-tokens", type=positive, metavar="INT",
+        help=f"tokens of the chunks in which --perplexity reads the text, each alone (default {CHUNK})",
+    )  # fmt: skip
     bench.add_argument("--json", metavar="FILE", help="write all figures to FILE as JSON, - for standard output")
     add_model_flags(bench)
     bench.set_defaults(run=_bench)
@@ -75,6 +88,8 @@ def add_bench_command(commands: Any) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if options.perplexity is not None or options.perplexity_tokens is not None:
+        return _perplexity(options)
     given = engine_options(options)
     check_one_process("nanovllm bench", given)
     check_extra("nanovllm bench", "cli", "psutil")
@@ -120,6 +135,33 @@ def _bench(options: argparse.Namespace) -> int:
 
     result = processes.run_all(engines, workloads, settings, after_run=after_run, after_workload=after_workload)
     print(json.dumps(result) if options.json == "-" else report.table(result))
+    return 0
+
+
+def _perplexity(options: argparse.Namespace) -> int:
+    if options.perplexity is None:
+        raise ValueError("--perplexity-tokens is about --perplexity FILE. Add it, or leave both out.")
+    for flag in ("workload", "trace", "export", "profile", "record", "sampling"):
+        if getattr(options, flag):
+            raise ValueError(f"--perplexity reads a text, and plays no workload: leave --{flag} out.")
+    if options.engines != ["nanovllm"]:
+        raise ValueError("--perplexity measures this engine alone. Leave --engines out.")
+    if options.json != "-":
+        check_output("--json", options.json)
+    path = Path(options.perplexity)
+    text = utf8(str(path), path.read_bytes())
+    given = engine_options(options)
+    check_start(options, given)
+    from nanovllm.models.loader import load_tokenizer  # imports torch
+
+    tokenizer = load_tokenizer(model_source(options.model), options.tokenizer, EngineConfig.from_options(**given))
+    length = options.perplexity_tokens or CHUNK
+    chunks = perplexity.chunks_of(str(path), text, tokenizer, length)
+    with load_llm(options) as llm:
+        figures = perplexity.measure(llm, str(path), chunks)
+    if options.json and options.json != "-":
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(figures) if options.json == "-" else perplexity.table(figures))
     return 0
 
 
