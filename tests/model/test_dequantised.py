@@ -243,7 +243,7 @@ def test_an_option_that_contradicts_the_checkpoint_is_refused_with_both(option, 
 def test_weights_without_a_quantised_form_cannot_be_kept(fp8):
     config = AutoConfig.from_pretrained(fp8)
     with pytest.raises(
-        UnsupportedModelError, match=r"quantization is 'keep', .*\(fp8, 8 bits\) have no quantised form here on this GPU"
+        UnsupportedModelError, match=r"is 'keep', .*\(fp8, 8 bits\) have no quantised form here on this GPU"
     ):
         stored_config.keeps(str(fp8), config, "keep", "this GPU")
     with pytest.raises(ValueError, match=r"quantization does not work with tensor_parallel_size: .* 'int8'"):
@@ -373,7 +373,7 @@ def test_fit_tells_the_format_and_both_sizes(fp8):
     assert sizes.stored_bytes < (fp8 / "model.safetensors").stat().st_size < sizes.stored_bytes + 4096
     assert read_sizes(str(fp8), quantization="int8").weight_bytes == sizes.num_weights
     assert read_sizes(str(fp8)).weight_bytes == sizes.stored_bytes < sizes.weight_bytes
-    assert read_sizes(str(fp8), device="cuda").weight_bytes == sizes.weight_bytes
+    assert read_sizes(str(fp8), device="cuda").weight_bytes == sizes.stored_bytes
     about = _about("fp8", sizes, "cpu", 2**30, 2**28)
     assert "weights       0.00 GB in memory, 0.00 GB in files (fp8, 8 bits)" in about
     with pytest.raises(ValueError, match="are not quantised"):
