@@ -76,7 +76,7 @@ def load_weights(source: str, config: EngineConfig) -> LoadedModel:
 
 def place_quantised(module: Any, device: torch.device) -> Any:
     """The module, its quantised linear layers in the form of the device."""
-    if device.type == "cuda" and any(hasattr(part, "quantised_parts") for part in module.modules()):
+    if device.type == "cuda" and any(is_kept(part) for part in module.modules()):
         from nanovllm.models.quantised.tiled import place
 
         with torch.inference_mode(False):
@@ -191,7 +191,8 @@ def _reader(
         raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
     with load_errors(f"the model {source!r}", source):
         folder = folder_of(source, options)
-    return reading(source, folder, model_config, checkpoint, config, options, keeps=is_kept, is_sharded=is_sharded)
+    kept_on = kernels if is_kept else None
+    return reading(source, folder, model_config, checkpoint, config, options, kept_on=kept_on, is_sharded=is_sharded)
 
 
 def part_of_another(config: Any) -> Any:

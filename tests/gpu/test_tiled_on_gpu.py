@@ -7,8 +7,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.fast.kernels.packed_rows import why_not
 from nanovllm.models.quantised import tiled
 from nanovllm.models.quantised.on_load import quantise_model
+from nanovllm.models.quantised.scaled import ScaledLinear
 from tests.support.llms import check_engine
+from tests.support.packed_columns import FORMS, save_columns
 from tests.support.quantised import KINDS, random_layer
+from tests.support.quantised_checkpoints import save_quantised, small_llama
+from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -20,13 +24,14 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprob
 
 @pytest.mark.parametrize("sizes", [(48, 256), (1000, 1920), (4096, 4096)], ids=str)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "FP8" not in kind])
-def test_products_of_any_number_of_rows_are_those_of_float64(kind, sizes):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_of_any_number_of_rows_are_those_of_float64(kind, sizes, dtype):
     torch.manual_seed(0)
     width = sizes[1] if kind not in ("Q4_K", "Q5_K", "Q6_K") else sizes[1] // 256 * 256
     layer = random_layer(kind, sizes[0], width, torch.randn(sizes[0])).cuda()
-    layer_of_gpu = tiled.tiled_linear(layer.quantised_parts(), layer.bias.bfloat16()).cuda()
-    states = torch.randn(max(ROWS), width, device="cuda", dtype=torch.bfloat16)
-    expected = states.double() @ layer.dequantise().double().T + layer.bias.bfloat16().double()
+    layer_of_gpu = tiled.tiled_linear(layer.quantised_parts(), layer.bias.to(dtype), dtype).cuda()
+    states = torch.randn(max(ROWS), width, device="cuda", dtype=dtype)
+    expected = states.double() @ layer.dequantise().double().T + layer.bias.to(dtype).double()
     for count in ROWS:
         output = layer_of_gpu(states[:count])
         distances = (output.double() - expected[:count]).norm(dim=1) / expected[:count].norm(dim=1)
@@ -76,13 +81,50 @@ def test_an_engine_answers_as_the_dequantised_model(folder, options, quantizatio
     found, logprobs = answers(folder, prompts, quantization, dtype=dtype, **options)
     assert placed.count(tiled.TiledLinear) == 15
     model = tiny_model("qwen3")
-    quantise_model(model, quantization)
-    model = model.cuda()  # dequantises its weights in each pass
+    model = model.cuda()
+    quantise_model(model, quantization, "cuda")  # dequantises its weights in each pass
     for prompt, tokens, own in zip(prompts * 2, found, logprobs, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
         right = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
         ours = torch.tensor([each[token].logprob for each, token in zip(own, tokens, strict=True)])
-        torch.testing.assert_close(ours, right, atol=1e-4 if dtype == "float32" else 0.06, rtol=0)
+        torch.testing.assert_close(ours, right, atol=1e-4 if dtype == "float32" else 0.25, rtol=0)
         if dtype == "float32":
             assert logits.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("form", ["ct-w4a16", "ct-w4a16-asym", "ct-mxfp4", "ct-nvfp4", "ct-int8-channel", *FORMS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kept_checkpoint_answers_as_the_dequantised_one(form, dtype, tmp_path, placed):
+    folder = save_columns(tmp_path, form)[0] if form in FORMS else save_quantised(tmp_path, form)
+    prompts = random_prompts(4, low=40, high=70)
+    found, logprobs = answers(folder, prompts, "keep", dtype=dtype)
+    assert placed.count(tiled.TiledLinear) == 14
+    expected, plain = answers(folder, prompts, "dequantize", dtype=dtype)
+    if dtype == "float32" and form != "ct-nvfp4":  # the library rounds its dequantised weights to bfloat16
+        assert found == expected
+    for own, other in zip(logprobs, plain, strict=True):
+        (ours,), (theirs,) = own[0].values(), other[0].values()
+        assert abs(ours.logprob - theirs.logprob) < (2e-3 if dtype == "float32" and form != "ct-nvfp4" else 0.3)
+
+
+@pytest.mark.parametrize("form", ["ct-fp8-channel", "fp8-block"])
+def test_fp8_checkpoints_stay_so(form, tmp_path, placed):
+    folder = save_quantised(tmp_path, form)
+    prompts = random_prompts(4, low=40, high=70)
+    found, logprobs = answers(folder, prompts, "keep", dtype="bfloat16")
+    assert placed.count(ScaledLinear) == 14 and found[:4] == found[4:]
+    _, plain = answers(folder, prompts, "dequantize", dtype="bfloat16")
+    for own, other in zip(logprobs, plain, strict=True):
+        (ours,), (theirs,) = own[0].values(), other[0].values()
+        assert abs(ours.logprob - theirs.logprob) < 0.3  # inputs are rounded to 8 bits
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0"])
+def test_a_gguf_file_stays_so(kind, tmp_path, placed):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, small_llama(intermediate_size=512).float(), kind)
+    prompts = random_prompts(4, low=40, high=70)
+    found, _ = answers(path, prompts, None, dtype="float32")
+    assert placed.count(tiled.TiledLinear) >= 14
+    assert found == answers(path, prompts, "dequantize", dtype="float32")[0]

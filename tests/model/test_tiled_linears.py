@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from nanovllm.fast.layers.merged_linears import MergedJoined, MergedPart, merging
+from nanovllm.features.engine_config import EngineConfig
+from nanovllm.models.experts import is_kept
+from nanovllm.models.loader import load_module
 from nanovllm.models.quantised.blocks import FORMATS
 from nanovllm.models.quantised.scaled import ScaledLinear
-from nanovllm.models.quantised.tiled import TiledLinear, placed_linear, tiled_linear
+from nanovllm.models.quantised.tiled import TiledLinear, place, placed_linear, tiled_linear
 from tests.support.quantised import KINDS, ROWS, random_layer
+from tests.support.quantised_checkpoints import save_mxfp4, save_quantised, small_moe
 from tests.support.tiny_models import tiny_model
 
 FLOATS = [kind for kind in ROWS if "FP8" in kind]
@@ -82,3 +86,18 @@ def test_a_weight_is_not_read_or_loaded_by_itself():
     with pytest.raises(ValueError, match="state dict"):
         tiled.load_state_dict({})
     assert "int4 in runs of 32" in repr(tiled) and set(FORMATS) >= {"Q4_1"}
+
+
+@pytest.mark.parametrize("is_gpt_oss", [False, True], ids=["by outputs", "by inputs"])
+def test_experts_become_plain_again(is_gpt_oss, tmp_path):
+    folder = save_mxfp4(tmp_path) if is_gpt_oss else save_quantised(tmp_path, "ct-nvfp4", small_moe())
+    kept, plain = (
+        load_module(str(folder), EngineConfig(quantization=option, device="cpu"), CPU)
+        for option in ("keep", "dequantize")
+    )
+    assert any(is_kept(module) for module in kept.modules())
+    place(kept, CPU)
+    assert not any(is_kept(module) for module in kept.modules())
+    for (name, own), (other, expected) in zip(kept.named_parameters(), plain.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(own, expected, rtol=1e-2 * (not is_gpt_oss), atol=0)  # NVFP4's quotients

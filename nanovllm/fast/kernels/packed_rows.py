@@ -24,19 +24,24 @@ from nanovllm.fast.kernels.operators import define_operator
 CHUNK = 64
 TILE = 16
 _FEW_ROWS = 8  # of a kernel whose blocks have a tile, each with inputs of its own
-_FEWEST_ROWS = 3  # up to which it is the faster one
+_FEWEST_ROWS = (3, 6)  # up to which it is the faster one; if all inputs are in shared memory at once
 _MORE_ROWS = (32, 64, 128)  # of kernels for Hopper
-_FEW_PANEL = 2048  # inputs that all warps take in turn
+_FEW_PANEL = 4096  # inputs that all warps take in their turns before others are loaded
+_FEW_BLOCKS = 3  # on a multiprocessor
 _FEW_BYTES = 72 * 1024  # of shared memory, so that three blocks share a multiprocessor
 _MORE_BYTES = 200 * 1024  # of shared memory
 _WARPGROUPS = 4
 _GROUPS = (4, 2, 1)  # warpgroups of a block with outputs of their own
 _MAX_BLOCKS = 8  # of a portable cluster
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)  # in the order of the source's constants
+_SCALES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+)  # in the order of the source's constants
 _SOURCES = Path(__file__).with_name("packed_rows_cuda")
 KINDS = ("int4", "float4", "int8")  # likewise
 _SHIFTS = ("", "added", "subtracted")  # likewise
-_MACROS = ("KIND", "ZERO", "SCALE", "SHIFTS", "RUN")
+_MACROS = ("NUMBER", "KIND", "ZERO", "SCALE", "SHIFTS", "RUN")
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -53,6 +58,7 @@ class Form(NamedTuple):
     """What is compiled into the kernels of a weight.
 
     Attributes:
+        dtype: of inputs and outputs, bfloat16 or float16; others are computed with the dequantised weight.
         kind: of `KINDS`.
         zero: 8 or 0, subtracted from 4-bit integers.
         scale: dtype of scales and shifts.
@@ -60,6 +66,7 @@ class Form(NamedTuple):
         run: inputs with one scale, 16, 32 or a multiple of 64; 0 if only units multiply.
     """
 
+    dtype: torch.dtype
     kind: str
     zero: int
     scale: torch.dtype
@@ -70,8 +77,8 @@ class Form(NamedTuple):
     def definitions(self) -> dict[str, int]:
         """Macros of the source."""
         return {
-            "KIND": KINDS.index(self.kind), "ZERO": self.zero, "SCALE": _SCALES.index(self.scale),
-            "SHIFTS": _SHIFTS.index(self.shifts), "RUN": self.run,
+            "NUMBER": _SCALES.index(self.dtype), "KIND": KINDS.index(self.kind), "ZERO": self.zero,
+            "SCALE": _SCALES.index(self.scale), "SHIFTS": _SHIFTS.index(self.shifts), "RUN": self.run,
         }  # fmt: skip
 
     @property
@@ -123,7 +130,7 @@ def dequantised(
     form: str,
 ) -> Tensor:  # fmt: skip
     """The weight [outputs, width] float32 of packed parts, on any device."""
-    kind, zero, _, how, run = (int(each) for each in form.split())
+    _, kind, zero, _, how, run = (int(each) for each in form.split())
     values = unpack_codes(codes, KINDS[kind])[:outputs, :width]
     if KINDS[kind] == "float4":
         numbers = torch.tensor([*_FLOAT4, *(-each for each in _FLOAT4)], device=codes.device)[values.long()]
@@ -168,7 +175,7 @@ class _Call(ctypes.Structure):
 
 @cache
 def _few(form: str, device: torch.device) -> nvrtc.CudaFunction:
-    return _function("2_few.cu", "few_packed_rows", form, {}, device, 256, 2 * _FEW_BYTES)
+    return _function("2_few.cu", "few_packed_rows", form, {}, device, 256, _FEW_BYTES)
 
 
 @cache
@@ -194,7 +201,8 @@ def _function(
     values = zip(_MACROS, map(int, form.split()), strict=True)
     with torch.cuda.device(device):
         architecture = f"sm_{major}{minor}{'a' if file.startswith('3') else ''}"
-        code = nvrtc.compile_source(source, architecture, {**dict(values), **definitions})
+        own = {"TYPE": '"f16"' if form.startswith("0") else '"bf16"'}
+        code = nvrtc.compile_source(source, architecture, {**dict(values), **own, **definitions})
         return nvrtc.CudaFunction(code, name, num_threads=num_threads, shared_bytes=shared)
 
 
@@ -237,13 +245,14 @@ def _multiply(rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tens
     device = rows.device
     count = len(rows)
     pointers = rows.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr()
-    if count <= (_FEWEST_ROWS if max_rows(device) > _FEW_ROWS else _FEW_ROWS):
-        panel = _FEW_PANEL
-        while panel < weights.width and count * (2 * (panel + _FEW_PANEL) + 16) <= _FEW_BYTES:
-            panel += _FEW_PANEL
-        shared = max(count * (2 * panel + 16), 4096)
+    whole = -(-weights.width // _FEW_PANEL) * _FEW_PANEL
+    most = _FEWEST_ROWS[count * (2 * whole + 16) <= _FEW_BYTES] if max_rows(device) > _FEW_ROWS else _FEW_ROWS
+    if count <= most:
+        panel = next(size for size in range(whole, 0, -_FEW_PANEL) if count * (2 * size + 16) <= _FEW_BYTES)
+        shared = count * (2 * panel + 16)
         call = _Call(weights, *pointers, count, panel)
-        _few(form, device).launch_early(-(-weights.outputs // TILE), call, shared_bytes=shared)
+        num_blocks = min(-(-weights.outputs // TILE), _FEW_BLOCKS * _num_processors(device))
+        _few(form, device).launch_early(num_blocks, call, shared_bytes=shared)
         return
     groups = 1 if count <= _MORE_ROWS[0] else _groups_of(weights.outputs, device)
     num_blocks = -(-weights.outputs // (64 * groups))
@@ -266,11 +275,11 @@ def _packed_linear(
     width = states.shape[-1]
     rows = states.reshape(-1, width).contiguous()
     weights = _weights(codes, scales, shifts, units, outputs, width)
-    if rows.dtype != torch.bfloat16 or not states.is_cuda:
+    if not states.is_cuda or rows.dtype != _SCALES[int(form[0])]:
         weight = dequantised(codes, scales, shifts, units, outputs, width, form)
         return F.linear(states, weight.to(states.dtype), bias)
     if len(rows) > max_rows(states.device):
-        plain = torch.empty(outputs, width, dtype=torch.bfloat16, device=states.device)
+        plain = states.new_empty(outputs, width)
         with torch.cuda.device(states.device):
             num_warps = codes.shape[0] * codes.shape[1]
             _widening(form, states.device).launch(-(-num_warps // 8), weights, c_void_p(plain.data_ptr()))

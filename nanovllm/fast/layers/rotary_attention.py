@@ -101,7 +101,7 @@ class RotaryAttention(nn.Module):
     def kernel_call(self, num_rows: int) -> Callable[[], Tensor]:
         """A call of the kernel alone, on zeros, for compilation."""
         traits = self._layer.traits
-        device = next(chain(self.qkv.parameters(), self.qkv.buffers())).device
+        device = _device_of(self.qkv)
         zeros = partial(torch.zeros, dtype=self._layer.dtype, device=device)
         products = zeros(1, num_rows, self.qkv.num_outputs)
         turns = zeros(1, num_rows, traits.head_dim)
@@ -113,6 +113,11 @@ class RotaryAttention(nn.Module):
         """Output projection of attended [1, num_rows, num_heads, head_dim]: [1, num_rows, hidden_size]."""
         result: Tensor = self.output(attended.flatten(2))
         return result
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """The device of a module, whose weights may be quantised: buffers, not parameters."""
+    return next(chain(module.parameters(), module.buffers())).device
 
 
 def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
@@ -207,7 +212,7 @@ def fuse_rotary(
     """
     check_attention(layers, *_SERVED)
     probe = RotaryProbe(layers, rotate)
-    device = next(layers[0].module.parameters()).device
+    device = _device_of(layers[0].module)
     with probing(probe), probe.operators, ExitStack() as hooks:
         for module in probe.fused:
             hooks.callback(module.register_forward_pre_hook(probe.begin).remove)

@@ -39,6 +39,17 @@ def keep_experts(module: Any, forms: dict[str, RowFormat], dtype: torch.dtype) -
     vars(module)["forward"] = vars(module)[KEPT_EXPERTS] = KeptExperts(module, forms, dtype)
 
 
+def dequantise_experts(module: Any, device: torch.device) -> None:
+    """Undo `keep_experts`: plain weights on a device, in the dtype of activations."""
+    kept = vars(module).pop(KEPT_EXPERTS)
+    del vars(module)["forward"]
+    for name, experts in zip(projections_of(module), kept.projections, strict=True):
+        weights = [linear.to(device).dequantise().to(linear.dtype) for linear in experts.linears]
+        weight = torch.stack(weights)
+        plain = weight.transpose(1, 2).contiguous() if module.is_transposed else weight
+        setattr(module, name, nn.Parameter(plain, requires_grad=False))
+
+
 class KeptExperts(PackedExperts):
     """Replaces the `forward` of a module of experts."""
 
@@ -52,6 +63,11 @@ class KeptExperts(PackedExperts):
             for (name, form), bias in zip(forms.items(), biases, strict=True)
         ]
         self._up, self._down = (_DequantisedExperts(each) for each in linears)
+
+    @property
+    def projections(self) -> tuple[Any, Any]:
+        """The two projections, each with the `linears` of its experts until they are packed."""
+        return self._up, self._down
 
     def pack(self, kernels: Kernels) -> None:
         """Compute by packed products from now on, if all projections have them, and free the blocks."""

@@ -118,10 +118,13 @@ class StoredWeights:
         quantised = sum(weight.num_elements for weight in self.quantised.values())
         return quantised + sum(tensor.num_elements for tensor in self.plain.values())
 
-    @property
-    def kept(self) -> tuple[int, int]:
-        """(weights, bytes in files) of those that kernels multiply quantised."""
-        found = [weight for weight in self.quantised.values() if weight.layout.form.has_kernel]
+    def kept_on(self, device: str) -> tuple[int, int]:
+        """(weights, bytes in files) of those that kernels of a type of device multiply quantised."""
+        found = [
+            weight
+            for name, weight in self.quantised.items()
+            if weight.layout.form.has_kernel and not (device == "cuda" and ".experts." in name)
+        ]
         num_bytes = sum(part.num_bytes for weight in found for part in weight.parts.values())
         return sum(weight.num_elements for weight in found), num_bytes
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.fast.kernels.packed_rows import (
-    CHUNK,
-    TILE,
-    Form,
-    compile_kernels,
-    dequantised,
-    pack_codes,
-    pack_factors,
-    packed_linear,
-)
-from nanovllm.fast.kernels.packed_rows import why_not as why_not_packed
+from nanovllm.models.experts import KEPT_EXPERTS
 from nanovllm.models.quantised.blocks import QuantisedLinear
+from nanovllm.models.quantised.kept_experts import dequantise_experts
 from nanovllm.models.quantised.parts import QuantisedParts
 from nanovllm.models.quantised.scaled import BLOCK, E4M3, ScaledLinear, why_not
+
+if TYPE_CHECKING:
+    from nanovllm.fast.kernels.packed_rows import Form
 
 logger = logging.getLogger("nanovllm")
 
 _LONGEST_RUN = 128  # runs with equal scales are joined up to this length
 _LEAST_RUN = 16
+_CHUNK = 64  # inputs that the kernels take together, of runs that divide it or are multiples of it
+_TILE = 16  # outputs that the kernels take together
 
 
 class TiledLinear(nn.Module):
@@ -77,17 +73,19 @@ class TiledLinear(nn.Module):
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for layers that can be joined: tiles of several layers cannot share outputs."""
-        alone = id(self) if self.out_features % TILE else 0
+        alone = id(self) if self.out_features % _TILE else 0
         return self.form, self.units is None, self.bias is None, alone
 
     def forward(self, states: Tensor) -> Tensor:
-        products: Tensor = packed_linear(
+        products: Tensor = torch.ops.nanovllm.packed_linear(
             states, self.codes, self.scales, self.shifts, self.units, self.bias, self.out_features, self.form.text
         )
         return products
 
     def dequantise(self) -> Tensor:
         """The weight, [out_features, in_features] float32."""
+        from nanovllm.fast.kernels.packed_rows import dequantised
+
         parts = self.codes, self.scales, self.shifts, self.units
         return dequantised(*parts, self.out_features, self.in_features, self.form.text)
 
@@ -110,11 +108,21 @@ class TiledLinear(nn.Module):
         )
 
 
+def why_not_packed(device: torch.device) -> str | None:
+    """Why a device has no products of packed weights; None if it has."""
+    from nanovllm.fast.kernels.packed_rows import why_not
+
+    return why_not(device)
+
+
 def place(model: nn.Module, device: torch.device) -> None:
     """Replace quantised linear layers by those of a GPU, one after another; the log tells what runs how.
 
-    Layers without a kernel are dequantised; other modules stay where they are.
+    Layers without a kernel and routed experts are dequantised; other modules stay where they are.
     """
+    from nanovllm.fast.kernels.packed_rows import compile_kernels
+
+    num_slow = 0
     counts: dict[str, int] = {}
     forms: set[Form] = set()
     for parent in [module for module in model.modules() if module._modules]:
@@ -129,10 +137,16 @@ def place(model: nn.Module, device: torch.device) -> None:
             counts[what] = counts.get(what, 0) + 1
             if isinstance(placed, TiledLinear):
                 forms.add(placed.form)
+                num_slow += child.dtype == torch.float32
+    for module in [module for module in model.modules() if KEPT_EXPERTS in vars(module)]:
+        dequantise_experts(module, device)
+        counts["dequantised experts"] = counts.get("dequantised experts", 0) + 1
     for form in forms:
         compile_kernels(form, device)
     if counts:
         logger.info("quantised layers by %s", ", ".join(f"{what}: {count}" for what, count in counts.items()))
+    if num_slow:  # in float32
+        logger.warning("%d layers have no kernel for their quantised weights: each step dequantises them", num_slow)
 
 
 def placed_linear(linear: QuantisedLinear, device: torch.device) -> nn.Module:
@@ -143,7 +157,7 @@ def placed_linear(linear: QuantisedLinear, device: torch.device) -> nn.Module:
     if parts is not None and parts.is_float and parts.num_bits == 8:
         found: nn.Module | None = _of_floats(parts, bias)
     else:
-        found = None if parts is None or why_not_packed(device) is not None else tiled_linear(parts, bias)
+        found = None if parts is None or why_not_packed(device) is not None else tiled_linear(parts, bias, linear.dtype)
     if found is not None:
         return found
     plain: Any = nn.Linear(moved.in_features, moved.out_features, linear.bias is not None, device="meta")
@@ -167,34 +181,41 @@ def _of_floats(parts: QuantisedParts, bias: Tensor | None) -> ScaledLinear | Non
     return ScaledLinear(parts.values.view(E4M3), scales if has_blocks else scales[:, 0].contiguous(), bias)
 
 
-def tiled_linear(parts: QuantisedParts, bias: Tensor | None = None) -> TiledLinear | None:
-    """A layer of packed tiles; None for runs that the kernels do not have."""
+def tiled_linear(
+    parts: QuantisedParts, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> TiledLinear | None:
+    """A layer of packed tiles for inputs of a dtype; None for runs that the kernels do not have."""
+    from nanovllm.fast.kernels.packed_rows import Form, pack_codes, pack_factors
+
     outputs, width = parts.values.shape
     runs = _in_longer_runs(parts)
     run = width // runs.scales.shape[1]
     has_run = run < width or runs.minima is not None or runs.zeros is not None
-    least = math.gcd(run, CHUNK) if has_run else _LEAST_RUN
+    least = math.gcd(run, _CHUNK) if has_run else _LEAST_RUN
     if least < _LEAST_RUN or width % _LEAST_RUN:
         return None
-    if has_run and run % CHUNK:  # of 16 or 32, or parts of longer ones
+    if has_run and run % _CHUNK:  # of 16 or 32, or parts of longer ones
         runs = _repeated(runs, run // least)
         run = least
     kind = "int8" if parts.num_bits > 4 else "float4" if parts.is_float else "int4"
+    numbers = torch.float16 if dtype == torch.float16 else torch.bfloat16
     units = None if parts.units is None else parts.units[:, 0].float().contiguous()
     if not has_run:
         scales = runs.scales[:, 0].float()
-        form = Form(kind, 0, torch.float32, "", 0)
+        form = Form(numbers, kind, 0, torch.float32, "", 0)
         codes = pack_codes(parts.values.view(torch.uint8), kind)
         return TiledLinear(form, (outputs, width), codes, units=scales if units is None else scales * units, bias=bias)
     scales = runs.scales * 2 if kind == "float4" else runs.scales  # parts hold half of them
     zero, how, shifts = _shifts_of(runs, kind)
-    dtype = torch.float32 if shifts is not None and shifts.dtype != scales.dtype else scales.dtype
-    if dtype != torch.bfloat16 and all(each is None or _fits_bfloat16(each) for each in (scales, shifts)):
-        dtype = torch.bfloat16  # pairs of weights are widened together
-    packed = pack_factors(scales.to(dtype), run)
-    packed_shifts = None if shifts is None else pack_factors(shifts.to(dtype), run)
+    kept = torch.float32 if shifts is not None and shifts.dtype != scales.dtype else scales.dtype
+    if all(each is None or torch.equal(each.to(numbers).float(), each.float()) for each in (scales, shifts)):
+        kept = numbers  # pairs of weights are widened together
+    packed = pack_factors(scales.to(kept), run)
+    packed_shifts = None if shifts is None else pack_factors(shifts.to(kept), run)
     codes = pack_codes(parts.values.view(torch.uint8), kind)
-    return TiledLinear(Form(kind, zero, dtype, how, run), (outputs, width), codes, packed, packed_shifts, units, bias)
+    return TiledLinear(
+        Form(numbers, kind, zero, kept, how, run), (outputs, width), codes, packed, packed_shifts, units, bias
+    )
 
 
 def _shifts_of(parts: QuantisedParts, kind: str) -> tuple[int, str, Tensor | None]:
@@ -206,10 +227,6 @@ def _shifts_of(parts: QuantisedParts, kind: str) -> tuple[int, str, Tensor | Non
     if kind == "int4" and torch.equal(parts.minima, -8 * parts.scales):
         return 8, "", None
     return 0, "added", parts.minima
-
-
-def _fits_bfloat16(factors: Tensor) -> bool:
-    return torch.equal(factors.bfloat16().float(), factors.float())
 
 
 def _in_longer_runs(parts: QuantisedParts) -> QuantisedParts:

@@ -3,19 +3,36 @@
 // A tile is 16 outputs; a chunk, 64 inputs of them. A lane holds of each 16 inputs what it multiplies as operand A:
 // outputs g and g + 8 of inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, with g = lane / 4 and t = lane % 4.
 //
-// Set by the caller: KIND (of codes), ZERO (subtracted from 4-bit integers), SCALE (dtype), SHIFTS, RUN (inputs with one
+// Numbers are of NUMBER, bfloat16 or float16 as the inputs; "pair" is two of them in a word.
+//
+// Set by the caller: NUMBER (dtype), KIND (of codes), ZERO (subtracted from 4-bit integers), SCALE (dtype), SHIFTS, RUN (inputs with one
 // scale: 16, 32, or a multiple of 64; 0 for none).
 
 constexpr int INT4 = 0, FLOAT4 = 1, INT8 = 2;
-constexpr int BFLOAT16 = 1, FLOAT = 2;                        // 0 is float16
+constexpr int FLOAT16 = 0, BFLOAT16 = 1, FLOAT = 2;
+constexpr bool IS_HALF = NUMBER == FLOAT16;
 constexpr int NONE = 0, ADDED = 1, SUBTRACTED = 2;
-constexpr u32 ONES = 0x3f803f80u, MINUS_ONES = 0xbf80bf80u;  // pairs of bfloat16
+constexpr u32 ONES = IS_HALF ? 0x3c003c00u : 0x3f803f80u, MINUS_ONES = ONES | 0x80008000u;  // pairs
 constexpr int CHUNK = 64, TILE = 16, STEPS = CHUNK / 16;
 constexpr int VECTORS = KIND == INT8 ? 2 : 1;                          // 16 bytes each, of a lane's chunk
 constexpr int RUNS = RUN == 0 ? 0 : RUN < CHUNK ? CHUNK / RUN : 1;     // of a chunk
 constexpr int STEPS_OF_RUN = RUNS == 0 ? STEPS : STEPS / RUNS;
 constexpr int FACTOR_BYTES = RUNS * 2 * (SCALE == FLOAT ? 4 : 2);      // scales of a lane's two outputs in a chunk
 constexpr int FACTOR_WORDS = FACTOR_BYTES / 4;
+
+__device__ inline float of_half(bf16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+__device__ inline float first_of(u32 pair) { return IS_HALF ? of_half(bf16(pair)) : low(pair); }
+__device__ inline float second_of(u32 pair) { return IS_HALF ? of_half(bf16(pair >> 16)) : high(pair); }
+__device__ inline u32 pair_of(float first, float second) {
+    if constexpr (!IS_HALF) return narrow2(first, second);
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+    return pair;
+}
 
 // Loads of what is read once; without `is_there` the value stays.
 __device__ inline void load_once(uint4 &value, const void *from, bool is_there) {
@@ -44,23 +61,24 @@ struct Factors {
 #pragma unroll
         for (int at = 0; at < FACTOR_WORDS; at += PIECE) ::load<PIECE>(words + at, from + 4 * at, is_there);
     }
-    // A pair of equal numbers of bfloat16.
+    // A pair of equal numbers.
     __device__ u32 twice(int run, int half) const { return __byte_perm(words[run], 0, half ? 0x3232 : 0x1010); }
     // Of a run of the chunk, for the first or second of the lane's outputs.
     __device__ float operator()(int run, int half) const {
         if constexpr (SCALE == FLOAT) return __uint_as_float(words[2 * run + half]);
         u32 word = words[run];
         if constexpr (SCALE == BFLOAT16) return half ? high(word) : low(word);
-        float value;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bf16(half ? word >> 16 : word)));
-        return value;
+        return of_half(bf16(half ? word >> 16 : word));
     }
 };
 
-// first * second + third of pairs of bfloat16, rounded once.
+// first * second + third of pairs, rounded once.
 __device__ inline u32 fma2(u32 first, u32 second, u32 third) {
     u32 sum;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(first), "r"(second), "r"(third));
+    if constexpr (IS_HALF)
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(first), "r"(second), "r"(third));
+    else
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(first), "r"(second), "r"(third));
     return sum;
 }
 
@@ -69,23 +87,25 @@ struct Packed {
     uint4 vectors[VECTORS] = {};
     Factors scales, shifts;
 
-    // Numbers of 16 inputs, as operand A: pairs of bfloat16.
+    // Numbers of 16 inputs, as operand A.
     __device__ void numbers(int step, u32 (&pairs)[4]) const {
-        constexpr u32 BASE = 0x43004300u;  // 128
+        constexpr u32 BASE = IS_HALF ? 0x64006400u : 0x43004300u;  // 1024 or 128: its last bits are ones
         if constexpr (KIND == INT4) {
             u32 word = word_of(vectors[0], step);
-            constexpr u32 less = ZERO ? 0xc308c308u : 0xc300c300u;  // -136 or -128
+            constexpr u32 less = BASE | 0x80008000u | (ZERO ? 0x00080008u : 0);
 #pragma unroll
             for (int at = 0; at < 4; ++at) pairs[at] = fma2(word >> 4 * at & 0x000f000fu | BASE, ONES, less);
-        } else if constexpr (KIND == FLOAT4) {  // to bfloat16's bits; its subnormals make up for the other exponents
+        } else if constexpr (KIND == FLOAT4) {  // moved to the number's bits; a power of two makes up for the exponent
             u32 word = word_of(vectors[0], step);
-            constexpr u32 power = 0x7e807e80u;  // 2^126
+            constexpr u32 power = IS_HALF ? 0x74007400u : 0x7e807e80u;  // 2^14 or 2^126
+            constexpr u32 magnitudes = IS_HALF ? 0x0e000e00u : 0x01c001c0u;
+            constexpr int by = IS_HALF ? 9 : 6;
 #pragma unroll
             for (int at = 0; at < 4; ++at) {
-                u32 magnitude = at < 2 ? word << 6 - 3 * at : word >> 3 * at - 6;
-                pairs[at] = fma2(magnitude & 0x01c001c0u | word << at & 0x80008000u, power, 0u);
+                u32 magnitude = 3 * at <= by ? word << by - 3 * at : word >> 3 * at - by;
+                pairs[at] = fma2(magnitude & magnitudes | word << at & 0x80008000u, power, 0u);
             }
-        } else {  // 128 + lower bits, less 128 or 256
+        } else {  // the base and the lower bits, less the base and the sign
 #pragma unroll
             for (int at = 0; at < 4; ++at) {
                 u32 bytes = word_of(vectors[step / 2], step % 2 * 2 + at / 2) >> 8 * (at % 2);
@@ -98,10 +118,10 @@ struct Packed {
     }
 };
 
-// The weight itself of the lane's places of 16 inputs, rounded to bfloat16 once, as operand A.
+// The weight itself of the lane's places of 16 inputs, rounded once, as operand A.
 __device__ inline void widen(const Packed &packed, int step, u32 (&pairs)[4]) {
     packed.numbers(step, pairs);
-    if constexpr (RUNS > 0 && SCALE == BFLOAT16 && SHIFTS != ADDED) {
+    if constexpr (RUNS > 0 && SCALE == NUMBER && SHIFTS != ADDED) {
 #pragma unroll
         for (int at = 0; at < 4; ++at) {
             if constexpr (SHIFTS == SUBTRACTED)
@@ -116,7 +136,7 @@ __device__ inline void widen(const Packed &packed, int step, u32 (&pairs)[4]) {
             auto widened = [&](float number) {
                 return SHIFTS == SUBTRACTED ? (number - shift) * scale : fmaf(number, scale, shift);
             };
-            pairs[at] = narrow2(widened(low(pairs[at])), widened(high(pairs[at])));
+            pairs[at] = pair_of(widened(first_of(pairs[at])), widened(second_of(pairs[at])));
         }
 }
 
@@ -154,7 +174,7 @@ struct Places {
 
 struct Call {
     Weights weights;
-    const bf16 *states;  // [rows, width]
+    const bf16 *states;  // [rows, width] of NUMBER, as are bias and output
     const bf16 *bias;    // [outputs] or null
     bf16 *output;        // [rows, outputs]
     int rows;
@@ -163,8 +183,8 @@ struct Call {
     __device__ void store(int row, int output, float sum) const {
         if (output >= weights.outputs) return;
         if (weights.units) sum *= weights.units[output];
-        if (bias) sum += wide(bias[output]);
-        this->output[size_t(row) * weights.outputs + output] = narrow(sum);
+        if (bias) sum += first_of(bias[output]);
+        this->output[size_t(row) * weights.outputs + output] = bf16(pair_of(sum, 0.f));
     }
 };
 

@@ -1,15 +1,16 @@
-// Products of up to 8 rows. A block has a tile; its warps divide the depth, chunk by chunk, and add up in shared memory:
+// Products of up to 8 rows. A block has a tile at a time; its warps divide the depth, chunk by chunk, and add up in shared
+// memory. A warp's loads go on into the block's next tile:
 //
 //     weights ──> registers ──> numbers ──┐
 //     rows ──> shared memory ─────────────┴─> sums of a run ──(scales)──> sums ──(warps)──> outputs
 //
-// Numbers are exact in bfloat16; scales multiply the sums, in float32.
+// Numbers are exact; scales multiply the sums, in float32.
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int AHEAD = 4 / VECTORS;  // chunks of a warp on their way
+constexpr int AHEAD = 8 / VECTORS;  // chunks of a warp on their way
 
 __device__ inline void multiply(float (&sums)[4], const u32 (&one)[4], u32 first, u32 second) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(one[0]), "r"(one[1]), "r"(one[2]), "r"(one[3]), "r"(first), "r"(second));
@@ -50,21 +51,31 @@ struct Sums {
 
 extern "C" __global__ __launch_bounds__(THREADS) void few_packed_rows(const Call call) {
     extern __shared__ __align__(128) unsigned char memory[];
+    __shared__ float parts[2][WARPS][8][TILE];
     const Weights &weights = call.weights;
     const u32 shared = u32(__cvta_generic_to_shared(memory));
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = weights.chunks;
     const int panel = call.panel, stride = 2 * panel + 16;  // bytes of a row, without conflicts
+    const int num_tiles = up(weights.outputs, TILE), turns = up(up(chunks, WARPS), AHEAD) * AHEAD;  // of a warp in a tile
 
-    const Places places(weights, blockIdx.x);
+    // The warp's next loads: turns of a tile, whose places are kept.
+    int next_tile = blockIdx.x, next_turn = 0;
+    Places places(weights, next_tile);
     Packed ahead[AHEAD];
+    auto load = [&](int at) {
+        int chunk = (next_turn + at) * WARPS + warp;
+        places.load(ahead[at], chunk, chunk < chunks && next_tile < num_tiles);
+    };
+    auto advance = [&] {
+        next_turn += AHEAD;
+        if (next_turn == turns) next_turn = 0, next_tile += gridDim.x, places = Places(weights, next_tile);
+    };
 #pragma unroll
-    for (int at = 0; at < AHEAD; ++at) places.load(ahead[at], warp + at * WARPS, warp + at * WARPS < chunks);
+    for (int at = 0; at < AHEAD; ++at) load(at);
+    advance();
     follow();
 
-    Sums sums;
-    const u32 place = shared + at_most(lane % 8, call.rows - 1) * stride + lane / 8 * 16;  // rows behind are not stored
-    for (int start = 0; start < weights.width; start += panel) {
-        __syncthreads();
+    auto copy = [&](int start) {
         for (int row = 0; row < call.rows; ++row)
             for (int at = threadIdx.x * 8; at < panel; at += THREADS * 8) {
                 bool is_there = start + at < weights.width;
@@ -73,26 +84,35 @@ extern "C" __global__ __launch_bounds__(THREADS) void few_packed_rows(const Call
             }
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
-        int last = at_most((start + panel) / CHUNK, chunks);
-        for (int chunk = start / CHUNK + warp; chunk < last; chunk += WARPS * AHEAD)
+    };
+    const bool is_whole = panel >= weights.width;
+    const u32 place = shared + at_most(lane % 8, call.rows - 1) * stride + lane / 8 * 16;  // rows behind are not stored
+    if (is_whole) copy(0);
+    int number = 0;  // of the tile in the block
+    for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x, ++number) {
+        Sums sums;
+        for (int turn = 0, start = 0; turn < turns; turn += AHEAD) {
+            if (!is_whole && turn * WARPS * CHUNK % panel == 0) {
+                start = turn * WARPS * CHUNK;
+                __syncthreads();
+                copy(start);
+            }
 #pragma unroll
             for (int at = 0; at < AHEAD; ++at) {
-                int number = chunk + at * WARPS;
-                sums.add(ahead[at], place + (number * CHUNK - start) * 2);
-                places.load(ahead[at], number + AHEAD * WARPS, number + AHEAD * WARPS < chunks);
+                sums.add(ahead[at], place + (((turn + at) * WARPS + warp) * CHUNK - start) * 2);
+                load(at);
             }
-    }
-    __syncthreads();
-
-    float *parts = reinterpret_cast<float *>(memory);  // [WARPS, 8 rows, TILE]
+            advance();
+        }
+        auto &own = parts[number % 2];
 #pragma unroll
-    for (int at = 0; at < 4; ++at)
-        parts[(warp * 8 + lane % 4 * 2 + at % 2) * TILE + lane / 4 + at / 2 * 8] = sums.of[at];
-    __syncthreads();
-    for (int at = threadIdx.x; at < call.rows * TILE; at += THREADS) {
-        float sum = 0;
+        for (int at = 0; at < 4; ++at) own[warp][lane % 4 * 2 + at % 2][lane / 4 + at / 2 * 8] = sums.of[at];
+        __syncthreads();
+        for (int at = threadIdx.x; at < call.rows * TILE; at += THREADS) {
+            float sum = 0;
 #pragma unroll
-        for (int other = 0; other < WARPS; ++other) sum += parts[other * 8 * TILE + at];
-        call.store(at / TILE, blockIdx.x * TILE + at % TILE, sum);
+            for (int other = 0; other < WARPS; ++other) sum += own[other][at / TILE][at % TILE];
+            call.store(at / TILE, tile * TILE + at % TILE, sum);
+        }
     }
 }

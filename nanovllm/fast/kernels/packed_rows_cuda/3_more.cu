@@ -1,6 +1,6 @@
 // Products of up to ROWS rows by Hopper's tensor cores, which read inputs from shared memory and weights from registers:
 //
-//     weights ──> registers ──(scales)──> bfloat16 ──┐
+//     weights ──> registers ──(scales)──> numbers ──┐
 //     rows ──(copies, steps ahead)──> shared memory ──┴─> sums ──(warpgroups, blocks of a cluster)──> outputs
 //
 // A block has GROUPS * 64 outputs. PARTS warpgroups of each divide the depth, step by step, as do blocks of a cluster.
@@ -17,7 +17,7 @@ constexpr int BARRIERS = PARTS * SLOTS * SLOT_BYTES;  // place in shared memory
 
 __device__ inline void multiply(float (&sums)[16], const u32 (&left)[4], u64 right) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]),
           "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]), "+f"(sums[12]), "+f"(sums[13]),
@@ -26,7 +26,7 @@ __device__ inline void multiply(float (&sums)[16], const u32 (&left)[4], u64 rig
 }
 __device__ inline void multiply(float (&sums)[32], const u32 (&left)[4], u64 right) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
         "%13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
         "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]),

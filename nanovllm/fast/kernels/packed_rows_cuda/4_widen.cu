@@ -17,7 +17,7 @@ extern "C" __global__ __launch_bounds__(256) void widen_all(const Weights weight
             int row = lane / 4 + at % 2 * 8, output = tile * TILE + row;
             if (weights.units && output < weights.outputs) {
                 float unit = weights.units[output];
-                pairs[at] = narrow2(low(pairs[at]) * unit, high(pairs[at]) * unit);
+                pairs[at] = pair_of(first_of(pairs[at]) * unit, second_of(pairs[at]) * unit);
             }
             own[row][step * 8 + lane % 4 + at / 2 * 4] = pairs[at];
         }
