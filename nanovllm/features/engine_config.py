@@ -204,8 +204,8 @@ class _InOrder:
     quantization: str | None = option(
         None,
         'weights of a quantised checkpoint: "keep" them so, or "dequantize" them as they are loaded; "auto", the '
-        'default, keeps those that have kernels here. "int8" or "int4" quantises weights as they are loaded, "fp8" on a '
-        "GPU.",
+        'default, keeps those that have kernels here. "int8" or "int4" quantises weights as they are loaded, '
+        '"fp8" on a GPU.',
         check=partial(one_of, choices=QUANTIZATIONS),
     )
     exact_activations: bool = option(False, "15 bits for activations where a CPU multiplies quantised weights with 8.")
