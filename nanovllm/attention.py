@@ -26,6 +26,31 @@ from nanovllm.layout import BatchLayout, LayerTraits, Sight
 LayerCache = Tensor | tuple[Tensor, Tensor]  # K first
 
 
+class KVFormat(Protocol):
+    """Form of K and V in caches of another dtype than the model's.
+
+    extra: elements by which a head's row is longer than its values.
+    """
+
+    extra: int
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+        """See `write_states`."""
+
+    def read(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values [num_slots, num_kv_heads, head_dim] of whole blocks of a cache."""
+        ...
+
+
+kv_formats: dict[torch.dtype, KVFormat] = {}  # by the caches' dtype; of others, K and V are the model's
+
+
+def row_values(cache: Tensor) -> int:
+    """Number of values in a head's row of a cache [num_slots, num_kv_heads, ...]."""
+    form = kv_formats.get(cache.dtype)
+    return cache.shape[2] - (form.extra if form else 0)
+
+
 def write_states(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write key and value [1, num_kv_heads, num_tokens, head_dim] to their slots.
 
@@ -33,6 +58,8 @@ def write_states(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Te
         cache: [2, num_slots, num_kv_heads, head_dim], K first; a tensor each where their widths differ.
         slot_mapping: [num_tokens] int64; padding goes to the null block.
     """
+    if (form := kv_formats.get(cache[0].dtype)) is not None:
+        return form.write(key, value, cache, slot_mapping)
     cache[0].index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache[1].index_copy_(0, slot_mapping, value[0].transpose(0, 1))
 
@@ -42,7 +69,7 @@ _write_on_gpu: Callable[[Tensor, Tensor, Any, Tensor], None] = write_states
 
 def write_states_compiled(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """`write_states` within compiled code: on a GPU by the kernel, once `use_write_kernel` has found it."""
-    write = _write_on_gpu if key.is_cuda and isinstance(cache, Tensor) else write_states
+    write = _write_on_gpu if key.is_cuda and isinstance(cache, Tensor) and cache.dtype == key.dtype else write_states
     write(key, value, cache, slot_mapping)
 
 
@@ -74,11 +101,18 @@ class AttentionLayer:
     traits: LayerTraits
     dtype: torch.dtype
     scaling: float  # factor of the scores
+    cache_dtype: torch.dtype | None = None  # a key of `kv_formats`; None for `dtype`
+
+    @property
+    def row_widths(self) -> tuple[int, int]:
+        """Elements of a head's row of K, and of V, in the cache."""
+        extra = kv_formats[self.cache_dtype].extra if self.cache_dtype else 0
+        return self.traits.head_dim + extra, self.traits.value_dim + extra
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's K and V."""
-        return self.traits.token_values * self.dtype.itemsize
+        return self.traits.num_kv_heads * sum(self.row_widths) * (self.cache_dtype or self.dtype).itemsize
 
 
 class AttentionBackend(Protocol):
@@ -110,7 +144,8 @@ class AttentionPlan(Protocol):
 
         Args:
             query: [num_tokens, num_heads, head_dim].
-            key_cache, value_cache: [num_slots, num_kv_heads, head_dim] and [num_slots, num_kv_heads, value_dim].
+            key_cache, value_cache: [num_slots, num_kv_heads, head_dim] and [num_slots, num_kv_heads, value_dim], or in
+                a `KVFormat`.
             kind: index of the layer's kind; the backend was built with the traits of each kind.
             sinks: [num_heads], the layer's own parameter; None for a kind without.
 
@@ -194,7 +229,7 @@ def _(
     kind: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], value_cache.shape[2])
+    return query.new_empty(1, query.shape[2], query.shape[1], row_values(value_cache))
 
 
 def step_tensors(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -389,17 +424,17 @@ class SdpaPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `AttentionPlan`."""
-        num_kv_heads, head_dim = key_cache.shape[1:]
-        output = query.new_empty(*query.shape[:2], value_cache.shape[2])
+        num_kv_heads = key_cache.shape[1]
+        output = query.new_empty(*query.shape[:2], row_values(value_cache))
         scores = self.backend.scores[kind]
         for piece in self.seen[self.backend.sights[kind]]:
             keys, values = (self._gather(cache, piece) for cache in (key_cache, value_cache))
             rows = query[piece.rows]
             is_chunk = isinstance(piece.rows, slice)
             # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
-            rows = rows.transpose(0, 1)[None] if is_chunk else rows.view(piece.size, num_kv_heads, -1, head_dim)
+            rows = rows.transpose(0, 1)[None] if is_chunk else rows.view(piece.size, num_kv_heads, -1, query.shape[2])
             if scores is not None:
-                folded = rows.view(piece.size, num_kv_heads, query.shape[1] // num_kv_heads, -1, head_dim)
+                folded = rows.view(piece.size, num_kv_heads, query.shape[1] // num_kv_heads, -1, query.shape[2])
                 attended = scores(folded, keys, values, piece.mask, scaling, sinks).flatten(1, 2)
             else:
                 attended = F.scaled_dot_product_attention(
@@ -419,5 +454,7 @@ class SdpaPlan:
         """[size, num_kv_heads, context, head_dim] copied out of the cache."""
         # One row a block: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
         rows = cache.view(-1, self.backend.block_size * cache.shape[1] * cache.shape[2])
-        gathered = rows.index_select(0, piece.blocks).view(piece.size, -1, *cache.shape[1:])
-        return gathered[:, : piece.context].transpose(1, 2)
+        gathered = rows.index_select(0, piece.blocks).view(-1, *cache.shape[1:])
+        if (form := kv_formats.get(cache.dtype)) is not None:
+            gathered = form.read(gathered, self.backend.dtype)
+        return gathered.view(piece.size, -1, *gathered.shape[1:])[:, : piece.context].transpose(1, 2)

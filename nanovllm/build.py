@@ -58,6 +58,8 @@ def build_engine(
     config = _config_class().from_options(**options)
     if _asks(config, "policies"):
         _part("features.policies.opening", "check_policies", option="policies")(config)
+    if _asks(config, "kv_cache_dtype"):
+        _part("features.kv_fp8.fp8_format", "check_device")(model, config)
     publisher = digest = None
     if _asks(config, "kv_events"):
         publisher = _part("features.kv_events.kv_events", "KvEventPublisher", option="kv_events")(config)
@@ -77,7 +79,7 @@ def build_engine(
     if trace is not None:
         trace.begin(config)
     # The seed names all that the KV of a token depends on besides its prefix.
-    hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}"
+    hash_seed = f"{loaded.identity}:{binding.dtype}{binding.rope.choice}{binding.caches.choice}"
     has_tiers = _asks(config, "prefix_cache_host_bytes") or digest is not None
     block_manager = _block_manager(config, model_runner.pools, hash_seed=hash_seed, with_tiers=has_tiers)
     if publisher is not None:
@@ -269,6 +271,8 @@ def resolve_options(
     within = _part("features.groups.state_kinds", "traits_within")
     if within is not None and longest is not None:  # a window that holds the longest sequence hides nothing
         layers[:] = [replace(layer, traits=within(layer.traits, longest)) for layer in layers]
+    if _asks(config, "kv_cache_dtype"):
+        _part("features.kv_fp8.fp8_format", "use_format")(binding, config)
     config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)
     binding.rope.pin(config.max_model_len)
     if (check := _part("models.guard", "check_row_counted_scales")) is not None:

@@ -54,9 +54,11 @@ class KVCaches:
 
     Attributes:
         of_layers: K and V of each layer, [2, num_slots, num_kv_heads, head_dim], or a tensor each where their widths
-            differ; a layer that shares another's K and V has the same tensor. Empty until they are allocated.
+            differ, maybe in a `KVFormat`; a layer that shares another's K and V has the same tensor. Empty until they
+            are allocated.
         group_bytes: bytes of each cache group's tensors.
         of_records: states of each layer with recurrent states, [num_records, ...] each.
+        choice: name of a `KVFormat`, on which cached blocks depend; empty for K and V as they are.
         clear: function that zeroes blocks [n] int64 of caches [num_caches, num_slots, ...], of this block size.
     """
 
@@ -78,6 +80,7 @@ class KVCaches:
         self.of_records: list[list[Tensor]] = []
         self._record_group = 0
         self.host = HostCopies()
+        self.choice = ""
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -99,8 +102,8 @@ class KVCaches:
         """
         by_shape: dict[tuple[int, int, int, int], list[int]] = {}
         for index in self._own:
-            traits = self._layers[index].traits
-            shape = traits.num_kv_heads, traits.head_dim, traits.value_dim
+            layer = self._layers[index]
+            shape = layer.traits.num_kv_heads, *layer.row_widths
             by_shape.setdefault((0 if groups is None else groups[index], *shape), []).append(index)
         self._together = []
         self.group_bytes.clear()
@@ -128,7 +131,7 @@ class KVCaches:
         self.memory.begin([caches for _, caches in self._together])
 
     def _zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self._layers[0].dtype
+        dtype = dtype or self._layers[0].cache_dtype or self._layers[0].dtype
         with torch.inference_mode(False):  # a cache made in a caller's inference mode could be used only there
             return self.memory.zeros(shape, dtype, self._device)
 

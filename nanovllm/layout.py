@@ -75,11 +75,6 @@ class LayerTraits:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def token_values(self) -> int:
-        """Elements of one token's K and V."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
-
     def shares_of(self, index: int) -> int:
         """Index of the layer that computes the K and V of layer `index`."""
         return index if self.shares is None else self.shares

@@ -311,6 +311,46 @@ def read_the_rate(_: argparse.Namespace) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {RATE / 1e12:.2f} TB/s", flush=True)
 
 
+KV_REQUESTS, KV_CONTEXT = 32, 16_384
+
+
+def stage_kv() -> dict[str, Any]:
+    """K and V in 8-bit floats beside bfloat16: steps of 32 requests at 16,384 tokens of an 8B shape, prompts, W1."""
+    result: dict[str, Any] = {}
+    for form in ("auto", "fp8", "auto", "fp8"):  # in turn
+        found = result.setdefault(form, {"step, ms": [], "w1, s": [], "prompts, s": []})
+        for measure in (_kv_steps, _kv_w1):
+            try:
+                for name, value in measure(form).items():
+                    found[name].append(value)
+            except Exception as error:
+                found.setdefault("failed", []).append(f"{measure.__name__}: {error!r}")
+            print("  kv", form, found, flush=True)
+    for name, target in (("step, ms", ">= 1.4"), ("w1, s", ">= 1.35"), ("prompts, s", "")):
+        plain, own = (result[form][name] for form in ("auto", "fp8"))
+        if plain and own:
+            note(f"fp8 KV, {name}: ratio", min(plain) / min(own), "", target)
+    return result
+
+
+def _kv_steps(form: str) -> dict[str, float]:
+    with engine_of(random_model("8b"), max_model_len=KV_CONTEXT + 256, kv_cache_dtype=form) as llm:
+        engine = llm._open_engine()
+        begin = time.perf_counter()
+        add(engine, random_requests(requests=KV_REQUESTS, prompt=KV_CONTEXT, output=300))
+        while engine.scheduler.waiting or any(s.num_output_tokens < 1 for s in engine.scheduler.running):
+            engine.step()
+        prompts = time.perf_counter() - begin
+        while any(s.num_output_tokens < 10 for s in engine.scheduler.running):
+            engine.step()
+        return {"prompts, s": prompts, "step, ms": 1e3 * statistics.median(gaps_of(engine.step, lambda n: n < 60))}
+
+
+def _kv_w1(form: str) -> dict[str, float]:
+    with engine(max_model_len=4096, kv_cache_dtype=form) as llm:
+        return {"w1, s": statistics.median(repeated(llm, w1(), repeats=2))}
+
+
 STAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "checks": stage_checks,
     "startup": stage_startup,
@@ -322,6 +362,7 @@ STAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "big": stage_big,
     "steps": stage_steps,
     "pool": stage_pool,
+    "kv": stage_kv,
 }
 
 

@@ -5,7 +5,7 @@
 Each case is count x context, the context fixed or drawn from a range, and longer contexts behind `+`; `64x256@4096` are
 contexts of 256 tokens behind 4,096 that all 64 share, read once for several of them and, for comparison, by each. Times
 are a layer's, of a replayed CUDA graph over several layers' caches, so that none of it is in the GPU's cache; heads of
-128 by default, bfloat16, blocks of 64.
+128 by default, bfloat16, blocks of 64. With --fp8 the caches are of 8-bit floats, as `kv_cache_dtype="fp8"` has them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from nanovllm.fast.attention.shared_prefixes import WIDE_TOKENS, SharedPrefixes,
 from nanovllm.fast.attention.step_tables import StepTables, TableInputs
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.fast.gpu.step_inputs import RowInputs, SampleInputs, StepPacking
-from nanovllm.fast.kernels.paged_decode import MEASURED, DecodeSizes, PagedDecode
+from nanovllm.fast.kernels.paged_decode import MEASURED, SCALED, DecodeSizes, PagedDecode
 from nanovllm.features.costs.buckets import GraphShape
+from nanovllm.features.kv_fp8.fp8_format import CACHE_DTYPE, SCALE_BYTES, write_rows
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
 from nanovllm.sequence import NewRequest, Sequence
@@ -60,21 +61,26 @@ def entries_of(case: str) -> list[ScheduledSequence]:
 
 
 class Case:
-    def __init__(self, entries: list[ScheduledSequence], heads: tuple[int, int, int], rows: int) -> None:
+    def __init__(
+        self, entries: list[ScheduledSequence], heads: tuple[int, int, int], rows: int, *, in_fp8: bool = False
+    ) -> None:
         num_heads, num_kv_heads, head_dim = heads
         self.layout = build_layout(entries, BLOCK_SIZE, longest_first=True)
         blocks = {block for entry in entries for block in entry.block_table}
         # All but the unused slots of last blocks.
         num_tokens = len(blocks) * BLOCK_SIZE - sum(-(entry.start + 1) % BLOCK_SIZE for entry in entries)
-        self.num_bytes = num_tokens * 2 * num_kv_heads * head_dim * 2
+        self.num_bytes = num_tokens * 2 * num_kv_heads * (head_dim + 4 if in_fp8 else 2 * head_dim)
         num_layers = int(min(96, max(8, -(-CACHE_BYTES // self.num_bytes))))
         self.rows = max(rows, len(entries))
         self.caches = torch.empty(
             num_layers, 2, (len(blocks) + 1) * BLOCK_SIZE, num_kv_heads, head_dim, dtype=torch.bfloat16, device=CUDA
         ).normal_()
+        if in_fp8:
+            self.caches = torch.stack([torch.stack([rounded(part) for part in pair]) for pair in self.caches])
         self.query = torch.randn(self.rows, num_heads, head_dim, dtype=torch.bfloat16, device=CUDA)
-        self.heads = num_kv_heads, num_heads // num_kv_heads, head_dim * 2
-        self.options = KernelOptions(Gpu.from_device(CUDA), *self.heads, BLOCK_SIZE)
+        itemsize = self.caches.itemsize
+        self.heads = num_kv_heads, num_heads // num_kv_heads, head_dim * itemsize, itemsize
+        self.options = KernelOptions(Gpu.from_device(CUDA), *self.heads[:3], BLOCK_SIZE)
 
     def step(self, prefixes: SharedPrefixes | None = None) -> StepTables:
         shape = GraphShape(self.rows, self.rows, 0, is_wide=prefixes is not None and prefixes.wide is not None)
@@ -117,8 +123,19 @@ class Case:
         return self.micros(lambda query, keys, values: kernel.attend(query, keys, values, query.shape[2] ** -0.5))
 
 
-def variants() -> Iterator[DecodeSizes]:
-    for tile, num_stages, num_warps in ((32, 4, 2), (64, 3, 4), (64, 2, 4), (32, 4, 4), (32, 3, 2)):
+def rounded(cache: Tensor) -> Tensor:
+    """A cache of 8-bit floats of the same content."""
+    slots, heads, head_dim = cache.shape
+    found = torch.zeros(slots, heads, head_dim + SCALE_BYTES, dtype=CACHE_DTYPE, device=CUDA)
+    write_rows(cache, found, torch.arange(slots, device=CUDA))
+    return found
+
+
+def variants(*, in_fp8: bool) -> Iterator[DecodeSizes]:
+    sizes = [(32, 4, 2), (64, 3, 4), (64, 2, 4), (32, 4, 4), (32, 3, 2)]
+    if in_fp8:
+        sizes += [(64, 4, 4), (64, 4, 2), (64, 3, 2), (32, 6, 2), (32, 4, 1), (64, 5, 4)]
+    for tile, num_stages, num_warps in sizes:
         yield MEASURED._replace(tile=tile, num_stages=num_stages, num_warps=num_warps)
 
 
@@ -135,23 +152,25 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="tiles, stages and warps")
     parser.add_argument("--cuts", action="store_true", help="programs of a multiprocessor")
     parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--fp8", action="store_true", help="caches of 8-bit floats")
     arguments = parser.parse_args()
     if reason := why_not(Part(main, gpu=True)):
         parser.error(f"paged_decode: {reason}")
     for name in arguments.cases:
-        case = Case(entries_of(name), tuple(arguments.heads), arguments.rows)
+        case = Case(entries_of(name), tuple(arguments.heads), arguments.rows, in_fp8=arguments.fp8)
+        measured = SCALED if arguments.fp8 else MEASURED
 
         def show(label: str, micros: Any, case: Case = case, name: str = name) -> None:
             rate = case.num_bytes / micros / 1e6
             print(f"{name:>16} {label:74} {micros:8.1f} us {rate:6.2f} TB/s", flush=True)
 
-        if not arguments.no_flex:
+        if not (arguments.no_flex or arguments.fp8):
             show("flex", case.flex())
         if "@" in name:
-            show("each decode alone", case.kernel(MEASURED, shares=False))
+            show("each decode alone", case.kernel(measured, shares=False))
             for wide in ("triton", "hopper") if int(name.partition("@")[2]) >= WIDE_TOKENS else ():
-                show(f"wide groups, {wide}", case.kernel(MEASURED, wide=wide))
-        for variant in variants() if arguments.variants else (MEASURED,):
+                show(f"wide groups, {wide}", case.kernel(measured, wide=wide))
+        for variant in variants(in_fp8=arguments.fp8) if arguments.variants else (measured,):
             found = sorted((case.kernel(sizes), sizes) for sizes in (cuts(variant) if arguments.cuts else (variant,)))
             for micros, sizes in found[:3]:
                 show(" ".join(f"{key} {size}" for key, size in sizes._asdict().items()), micros)

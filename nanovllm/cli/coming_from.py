@@ -19,7 +19,7 @@ VLLM = """\
 | `--num-gpu-blocks-override` | `--num-kv-blocks` | |
 | `--block-size` | `--block-size` | 64 |
 | `--swap-space`, `--kv-offloading-size` | `--prefix-cache-host-bytes` | keeps prefixes in host memory |
-| `--kv-cache-dtype`, `--calculate-kv-scales` | `--kv-cache-memory-bytes` | the model's type |
+| `--kv-cache-dtype`, `--calculate-kv-scales` | `--kv-cache-dtype` | `fp8` on a GPU; each row has a scale of its own, none is calibrated |
 | `--max-num-seqs`, `--max-num-batched-tokens` | `--max-num-seqs`, `--max-num-batched-tokens` | 1,024 and 8,192 on a GPU, 64 and 1,024 on a CPU |
 | `--long-prefill-token-threshold`, `--max-num-partial-prefills`, `--max-long-partial-prefills` | `--long-prefill-token-threshold`, `--max-num-partial-prefills`, `--max-long-partial-prefills` | half the budget, 4, 1 |
 | `--no-enable-prefix-caching` | `--no-enable-prefix-caching` | |

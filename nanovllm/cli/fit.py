@@ -19,6 +19,7 @@ from nanovllm.tools.simulate.calibration import Calibration
 
 USED_OPTIONS = {
     "dtype", "device", "quantization", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization", "revision",
+    "kv_cache_dtype",
 }  # fmt: skip
 UNUSED_OPTIONS = {field.name for field in dataclasses.fields(EngineConfig)} - USED_OPTIONS
 DEFAULT_CALIBRATION = "calibration.json"
@@ -70,7 +71,15 @@ def _fit(options: argparse.Namespace) -> int:
     if config.quantization in QUANTISED_ON_LOAD and is_gguf(source):
         raise ValueError(f"{options.model} is a GGUF file, and its weights are quantised. Leave --quantization out.")
     device, available = _memory(config)
-    sizes = read_sizes(source, dtype=config.dtype, quantization=config.quantization, device=device)
+    if config.kv_cache_dtype != "auto" and device != "cuda":
+        raise ValueError(
+            f"kv_cache_dtype is {config.kv_cache_dtype!r}, which is for GPUs alone, and the device is a CPU. Leave "
+            "--kv-cache-dtype out."
+        )
+    sizes = read_sizes(
+        source, dtype=config.dtype, quantization=config.quantization, device=device,
+        kv_cache_dtype=config.kv_cache_dtype,
+    )  # fmt: skip
     cache_bytes = _cache_bytes(config, sizes, device, available)
     speed = None if calibration is None else _Speed(calibration, sizes, options.model, config)
     max_num_seqs = config.max_num_seqs or DEVICE_DEFAULTS[device].max_num_seqs

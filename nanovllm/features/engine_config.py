@@ -24,6 +24,7 @@ RETIRED_BACKEND = "flash"  # runs as "flex" until 0.4
 ROUTING_POLICIES = ("prefix-aware", "least-loaded", "round-robin")
 QUANTISED_ON_LOAD = ("int8", "int4", "fp8")
 ABOUT_CHECKPOINTS = ("keep", "dequantize")  # values that plain weights contradict
+KV_CACHE_DTYPES = ("auto", "fp8")
 QUANTIZATIONS = ("auto", *ABOUT_CHECKPOINTS, *QUANTISED_ON_LOAD)
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
@@ -114,6 +115,13 @@ class _InOrder:
     num_kv_blocks: int
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
+    kv_cache_dtype: str = option(
+        "auto",
+        'form of K and V in the cache: "auto" (the model\'s dtype) or "fp8" (8-bit floats with a scale for each token '
+        "and head, half of the bytes, on a GPU of capability 8.9 or later).",
+        check=partial(one_of, choices=KV_CACHE_DTYPES),
+        needs="features.kv_fp8.fp8_format",
+    )
     kv_cache_touch: str
     window_pool_share: float | None = option(
         None,

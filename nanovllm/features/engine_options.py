@@ -25,6 +25,7 @@ class EngineOptions(TypedDict, total=False):
     num_kv_blocks: int | None
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
+    kv_cache_dtype: str
     kv_cache_touch: str
     window_pool_share: float | None
     enable_prefix_caching: bool

@@ -17,6 +17,7 @@ from nanovllm.models.source import WEIGHT_PATTERNS, is_gguf
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTISED_BYTES = {"int8": 1.0, "int4": 20 / 32, "fp8": 1.0}  # a weight, scales included
+KV_BYTES = {"fp8": (1, 4)}  # a value, and the scale of a head's row
 WINDOWED = ("sliding_attention", "chunked_attention")
 
 
@@ -48,17 +49,25 @@ class ModelSizes:
         return sum(num_bytes * min(num_tokens, window or num_tokens) for window, num_bytes in self.kv_layers)
 
 
-def read_sizes(source: str, *, dtype: str = "auto", quantization: str | None = None, device: str = "cpu") -> ModelSizes:
+def read_sizes(
+    source: str,
+    *,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    device: str = "cpu",
+    kv_cache_dtype: str = "auto",
+) -> ModelSizes:
     """The sizes of a folder, a GGUF file, or a hub model in the cache.
 
     Args:
-        dtype, quantization: options of `EngineConfig` of these names; "auto" is the checkpoint's dtype.
+        dtype, quantization, kv_cache_dtype: options of `EngineConfig` of these names; the first as "auto" is the
+            checkpoint's dtype.
         device: type of the device, by which a quantised checkpoint is kept or dequantised.
 
     Raises ModelLoadError for a hub model that is not in the cache, and for damaged files.
     """
     if is_gguf(source):
-        return _sizes_of_gguf(source, dtype, quantization)
+        return _sizes_of_gguf(source, dtype, quantization, kv_cache_dtype)
     folder = Path(source)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -83,14 +92,14 @@ def read_sizes(source: str, *, dtype: str = "auto", quantization: str | None = N
         dtype = dtype if dtype in DTYPE_BYTES else "float32"
     each = QUANTISED_BYTES.get(quantization or "", DTYPE_BYTES[dtype])
     name = next(iter(config.get("architectures") or ()), str(config.get("model_type")))
-    layers = kv_layers(text, DTYPE_BYTES[dtype])
+    layers = kv_layers(text, *KV_BYTES.get(kv_cache_dtype, (DTYPE_BYTES[dtype],)))
     stored = "" if checkpoint is None else str(checkpoint)
     num_kept, kept_bytes = kept if is_kept else (0, 0)
     num_bytes = kept_bytes + math.ceil((num_weights - num_kept) * each)
     return ModelSizes(name, dtype, num_weights, num_bytes, _positions(text), layers, stored, stored_bytes)
 
 
-def _sizes_of_gguf(source: str, dtype: str, quantization: str | None) -> ModelSizes:
+def _sizes_of_gguf(source: str, dtype: str, quantization: str | None, kv_cache_dtype: str) -> ModelSizes:
     from nanovllm.models.gguf.config import read_config
     from nanovllm.models.gguf.file import open_gguf, parts_of
 
@@ -98,7 +107,7 @@ def _sizes_of_gguf(source: str, dtype: str, quantization: str | None) -> ModelSi
     config = read_config(file)
     dtype = "bfloat16" if dtype == "auto" else dtype
     num_bytes = sum(part.stat().st_size for part in parts_of(Path(source).expanduser()))
-    layers = kv_layers(config, DTYPE_BYTES[dtype])
+    layers = kv_layers(config, *KV_BYTES.get(kv_cache_dtype, (DTYPE_BYTES[dtype],)))
     name = config["architectures"][0]
     if quantization == "dequantize":
         num_weights = sum(math.prod(tensor.shape) for tensor in file.tensors.values())
@@ -135,8 +144,12 @@ def _stored_weights(
     return num_weights, num_bytes, (0, 0)
 
 
-def kv_layers(config: Mapping[str, Any], dtype_bytes: int) -> tuple[tuple[int | None, int], ...]:
-    """(window, bytes per token) of each layer of a text model with its own K and V."""
+def kv_layers(config: Mapping[str, Any], value_bytes: int, row_bytes: int = 0) -> tuple[tuple[int | None, int], ...]:
+    """(window, bytes per token) of each layer of a text model with its own K and V.
+
+    Args:
+        value_bytes, row_bytes: bytes of a value, and of what a head's row of values has beside them.
+    """
     num_layers = config.get("num_hidden_layers") or config.get("n_layer") or config.get("num_layers") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
@@ -152,7 +165,7 @@ def kv_layers(config: Mapping[str, Any], dtype_bytes: int) -> tuple[tuple[int | 
         is_windowed = window and config.get("use_sliding_window", True) is not False
         types = ["sliding_attention" if is_windowed else "full_attention"] * num_layers
     shared = config.get("num_kv_shared_layers") or 0
-    per_token = kv_heads * (key_size + value_size) * dtype_bytes
+    per_token = kv_heads * ((key_size + value_size) * value_bytes + 2 * row_bytes)
     return tuple(
         (window if kind in WINDOWED else None, per_token)
         for kind in types[: num_layers - shared]

@@ -10,6 +10,7 @@ import torch
 from nanovllm import LLM, EngineDeadError, SamplingParams, StepError
 from nanovllm.features.speculation import lengths
 from tests.support.equality import model, prompts, reference
+from tests.support.fp8_caches import OPTION, own_answer
 from tests.support.shared_gpu import share_one_gpu
 from tests.support.tiny_models import save_tiny
 
@@ -49,6 +50,14 @@ def test_tokens_equal_those_of_transformers_and_of_one_gpu(folder, options):
         assert generate(llm, GREEDY) == expected, "after a capture while idle"
     with LLM(folder, **SMALL | {"tensor_parallel_size": 1}, enforce_eager=True) as llm:  # compiles nothing
         assert found == [generate(llm, params) for params in sampled]
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {}], ids=["eager", "graphs"])
+def test_ranks_keep_their_heads_of_k_and_v_in_8_bit_floats(folder, options):
+    wanted = [own_answer(model("qwen3"), prompt, 20) for prompt in prompts()[:12]]
+    with LLM(folder, dtype="float32", **SMALL, **options, **OPTION) as llm:
+        assert generate(llm, GREEDY) == wanted
+        assert generate(llm, GREEDY) == wanted, "with a warm cache"
 
 
 def test_prefixes_return_from_the_memory_and_the_files_of_both_ranks(folder, tmp_path):

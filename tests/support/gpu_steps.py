@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention import write_states
+from nanovllm.device import find_kernel
 from nanovllm.fast import graph_paths
 from nanovllm.fast.attention import flex_chunks, flex_decodes, flex_gpu_options
 from nanovllm.fast.attention.backends import AttentionChoice
@@ -69,15 +70,22 @@ _backends = {}
 
 def backend_of(case, device, *, by_kernel=False):
     """One backend per shape: it keeps its compiled kernels over many steps, as in an engine."""
-    key = case.block_size, case.traits, case.dtype, device, by_kernel
+    cache = case.caches[0]
+    is_scaled = not cache.is_floating_point()
+    key = case.block_size, case.traits, case.dtype, device, by_kernel, is_scaled
     if key not in _backends:
         config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=case.block_size)
         traits, gpu = case.traits, SMALL_GPU if device == "cpu" else Gpu.from_device(torch.device(device))
-        head_bytes = max(traits.head_dim, traits.value_dim) * case.dtype.itemsize
+        head_bytes = max(traits.head_dim, traits.value_dim) * cache.itemsize
         options = KernelOptions(gpu, traits.num_kv_heads, traits.num_groups, head_bytes, case.block_size)
         options = replace(
-            options, paged_decode=PagedDecode if by_kernel else None, sight=traits.sight, softcap=traits.softcap
-        )
+            options, paged_decode=PagedDecode if by_kernel else None, sight=traits.sight, softcap=traits.softcap,
+            element_bytes=min(2, cache.itemsize),
+        )  # fmt: skip
+        widened = None
+        if is_scaled:
+            make = find_kernel("fp8_rows", "WidenedChunks")
+            widened = make([traits], [NUM_BLOCKS * case.block_size], case.block_size, case.dtype, torch.device(device))
         buckets = Buckets(config)
         backend = GpuFlexAttention(
             options=[options],
@@ -87,6 +95,7 @@ def backend_of(case, device, *, by_kernel=False):
             max_tiles=buckets.max_tiles,
             max_blocks=NUM_BLOCKS - 1,
             device=torch.device(device),
+            widened=widened,
         )
         _backends[key] = backend, buckets
     return _backends[key]

@@ -17,6 +17,7 @@ from nanovllm.features.costs.buckets import GraphShape
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
 from nanovllm.sequence import NewRequest, Sequence
+from tests.support.fp8_caches import kept, rounded
 from tests.support.gpu_steps import packing_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -98,11 +99,12 @@ class SharedDecodes:
     Args:
         heads: number of KV heads, query heads per KV head, head size.
         gpu: of which the kernel cuts contexts.
+        in_fp8: True for caches in 8-bit floats.
     """
 
     def __init__(
         self, tables, contexts, *, heads=(2, 2, 64), block_size=16, dtype=torch.float32, padding=3, seed=0,
-        device="cpu", gpu=(4, 232_448),
+        device="cpu", gpu=(4, 232_448), in_fp8=False,
     ):  # fmt: skip
         num_kv_heads, groups, head_dim = heads
         generator = torch.Generator().manual_seed(seed)
@@ -118,14 +120,16 @@ class SharedDecodes:
             fresh = slots[caches[0, slots, 0, 0].isnan()]
             caches[:, fresh] = torch.randn(2, len(fresh), num_kv_heads, head_dim, generator=generator).to(dtype)
             self.slots.append(slots)
-        self.caches = caches.to(self.device)
+        self.kept = rounded(caches) if in_fp8 else caches
+        self.caches = torch.stack([*map(kept, caches)]) if in_fp8 else caches
+        self.caches = self.caches.to(self.device)
         num_rows = len(tables) + padding
         self.query = torch.randn(num_rows, num_kv_heads * groups, head_dim, generator=generator).to(dtype)
         self.query = self.query.to(self.device)
         self.idle = []  # rows that see no blocks
         self.kernel = PagedDecode(
-            (num_kv_heads, groups, head_dim * dtype.itemsize), block_size, gpu=gpu, max_decodes=MAX_DECODES,
-            device=self.device,
+            (num_kv_heads, groups, head_dim * self.caches.itemsize, min(2, self.caches.itemsize)), block_size, gpu=gpu,
+            max_decodes=MAX_DECODES, device=self.device,
         )  # fmt: skip
 
     def prefixes(self, *, wide_tokens=None):
@@ -151,7 +155,7 @@ class SharedDecodes:
 
     def check(self, output):
         expected = torch.zeros(output.shape)
-        query, caches = self.query.float().cpu(), self.caches.float().cpu()
+        query, caches = self.query.float().cpu(), self.kept.float()
         for row, slots in enumerate(self.slots):
             if row in self.idle:
                 continue
@@ -179,14 +183,14 @@ class KernelSizes(NamedTuple):
         return cls(heads, choice.choice([16, 64, 128]))
 
 
-def random_case(seed, device, *, most=40, sizes=None):
+def random_case(seed, device, *, most=40, sizes=None, **options):
     """Args: sizes: drawn by default, which on a GPU takes a compilation for nearly every seed."""
     choice = random.Random(seed)
     heads, block_size, dtype = sizes or KernelSizes.drawn(choice)
     tables, contexts = random_tables(choice, choice.randint(2, most), block_size)
     case = SharedDecodes(
         tables, contexts, heads=heads, block_size=block_size, dtype=dtype, padding=choice.choice([0, 1, 5]), seed=seed,
-        device=device, gpu=(choice.choice([1, 4, 20, 132]), 232_448),
+        device=device, gpu=(choice.choice([1, 4, 20, 132]), 232_448), **options,
     )  # fmt: skip
     prefixes = case.prefixes()
     alone = [row for row in range(len(tables)) if prefixes is None or not prefixes.shared[row]]

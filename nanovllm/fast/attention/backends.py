@@ -65,7 +65,7 @@ class AttentionChoice:
         if wanted == "flex" and device.type == "cuda":
             from nanovllm.fast.attention.flex_gpu import GpuFlexAttention
 
-            refused = unserved_layer(layers, GpuFlexAttention.supports)
+            refused = unserved_layer(layers, GpuFlexAttention.supports) or GpuFlexAttention.unread_layer(layers)
             if refused is not None:
                 if config.attention_backend == "flex":
                     raise ValueError(

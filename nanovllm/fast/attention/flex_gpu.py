@@ -13,14 +13,16 @@ more than they see. All tables keep their addresses, so that a captured CUDA gra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.attention import AttentionLayer
+from nanovllm.attention import AttentionLayer, row_values
+from nanovllm.device import find_kernel
 from nanovllm.fast.attention.flex_chunks import FlexChunks
 from nanovllm.fast.attention.flex_decodes import FlexDecodes
 from nanovllm.fast.attention.flex_gpu_options import MIN_HEAD_DIM, KernelOptions
@@ -31,7 +33,7 @@ from nanovllm.fast.attention.step_tables import StepTables, TableInputs
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.cache_pools import CachePools
-from nanovllm.layout import BatchLayout, LayerTraits, kind_of
+from nanovllm.layout import BatchLayout, LayerTraits, Sight, kind_of
 
 
 class GpuFlexAttention:
@@ -43,6 +45,7 @@ class GpuFlexAttention:
         num_blocks: blocks of each group's cache.
         max_decodes, max_tiles: most decodes and tiles in a step.
         max_blocks: most blocks of a sequence.
+        widened: `WidenedChunks` of fast/kernels/fp8_rows.py, for caches in 8-bit floats; None for others.
     """
 
     def __init__(
@@ -55,7 +58,9 @@ class GpuFlexAttention:
         max_tiles: int,
         max_blocks: int,
         device: torch.device,
+        widened: Any = None,
     ) -> None:
+        self._widened = widened
         self.block_size = options[0].block_size
         self._groups: tuple[int | None, ...] = tuple(groups) or (None,) * len(options)
         self.kinds = [
@@ -84,6 +89,18 @@ class GpuFlexAttention:
             )
         return first_beyond(traits, "window", "chunk", "softcap", "sinks", "widths")
 
+    @staticmethod
+    def unread_layer(layers: Sequence[AttentionLayer]) -> str | None:
+        """The first layer whose K and V are in a form that this backend does not read, in words; None without one."""
+        kernel = find_kernel("paged_decode", "PagedDecode")
+        for index, layer in enumerate(layers):
+            head_dim = max(layer.traits.head_dim, layer.traits.value_dim)
+            if layer.cache_dtype is not None and (kernel is None or not kernel.suits(head_dim, layer.dtype)):
+                return (
+                    f"layer {index} has heads of {head_dim} elements in 8-bit floats, which no kernel of decodes reads"
+                )
+        return None
+
     def plan(self, layout: BatchLayout) -> Tiles:
         """The host's part of the block masks; `fill` does the rest on the device."""
         prefixes = self._sharing.shared_prefixes(layout) if layout.num_decodes else None
@@ -98,7 +115,7 @@ class GpuFlexAttention:
         steps = [StepTables.from_inputs(inputs, group) for group in self._groups]
         for kind, step in zip(self.kinds, steps, strict=True):
             kind.fill(step, shares=kind is self._sharing)
-        return GpuFlexPlan(self.kinds, steps)
+        return GpuFlexPlan(self.kinds, steps, self._widened)
 
 
 class NoGpuAttention:
@@ -170,10 +187,12 @@ class GpuFlexPlan:
     """One step's attention; `attend` is called once a layer.
 
     kinds, steps: the calls and the tables of each kind of layers.
+    widened: argument of `GpuFlexAttention`.
     """
 
     kinds: Sequence[KindCalls]
     steps: Sequence[StepTables]
+    widened: Any = None
 
     def attend(
         self,
@@ -192,10 +211,12 @@ class GpuFlexPlan:
         if not len(tile_rows):
             attended: Tensor = calls.decodes.attend(query, key_cache, value_cache, scaling, None, sinks)
             return attended
-        shape = *query.shape[:2], value_cache.shape[2]
+        shape = *query.shape[:2], row_values(value_cache)
         output = query.new_empty(shape)
         if count:
             calls.decodes.attend(query[:count], key_cache, value_cache, scaling, output[:count], sinks)
+        if self.widened is not None:
+            key_cache, value_cache = self.widened.of_step(key_cache, value_cache, step)
         if calls.chunks is None:
             spans = step.spans, step.span_tables, step.tables
             calls.prompts.attend(query, key_cache, value_cache, spans, scaling, output, sinks, num_decodes=count)
@@ -235,4 +256,30 @@ def build_gpu_attention(
         max_tiles=max_tiles,
         max_blocks=-(-config.max_model_len // config.block_size),
         device=device,
+        widened=_widened(layers, device, config, pools),
     )
+
+
+def _widened(
+    layers: Sequence[AttentionLayer], device: torch.device, config: EngineConfig, pools: CachePools
+) -> Any | None:
+    """Memory for K and V of chunks in the model's dtype, where the caches are in another; None where they are not."""
+    if layers[0].cache_dtype is None:
+        return None
+    make: Any = find_kernel("fp8_rows", "WidenedChunks")
+    firsts = layers_by_kind(layers)
+    groups = pools.kind_groups(layers) or [0] * len(firsts)
+    num_slots = [pools.num_blocks[group] * config.block_size for group in groups]
+    return make([layer.traits for layer in firsts], num_slots, config.block_size, layers[0].dtype, device)
+
+
+def widened_share(layers: Sequence[AttentionLayer]) -> float:
+    """Memory of `_widened`, as a share of the caches' at most."""
+    totals: Counter[Sight] = Counter()
+    widest: Counter[Sight] = Counter()
+    for layer in layers:
+        if layer.cache_dtype is not None and layer.traits.shares is None:
+            totals[layer.traits.sight] += layer.token_bytes
+            of_token = replace(layer, cache_dtype=None).token_bytes
+            widest[layer.traits.sight] = max(widest[layer.traits.sight], of_token)
+    return max((widest[sight] / total for sight, total in totals.items()), default=0.0)

@@ -72,7 +72,8 @@ class KernelOptions:
     """The options of a model's kernels on a GPU.
 
     num_groups: query heads per KV head.
-    head_bytes: bytes of one head's K of one token, or of its V if that is wider.
+    head_bytes: bytes of one head's K of one token in the cache, without a scale, or of its V if that is wider.
+    element_bytes: bytes of its elements, 2 for wider ones too.
     paged_decode: `PagedDecode` of `fast/kernels/paged_decode.py`, where it serves decodes; None for FlexAttention.
     build_prompts: builds the `PromptAttention` of `fast/kernels/prompt_attention.py`, where it serves chunks.
     compile_prompts: compiles it, for threads at start.
@@ -89,6 +90,7 @@ class KernelOptions:
     sight: Sight = FULL
     softcap: float | None = None
     compile_prompts: Callable[[], Any] | None = None
+    element_bytes: int = 2
 
     @classmethod
     def for_layer(cls, layer: AttentionLayer, device: torch.device, block_size: int) -> KernelOptions:
@@ -97,7 +99,8 @@ class KernelOptions:
         kernel = find_kernel("paged_decode", "PagedDecode")
         if kernel is not None and not kernel.suits(head_dim, layer.dtype):
             kernel = None
-        heads = traits.num_kv_heads, traits.num_groups, head_dim * layer.dtype.itemsize
+        itemsize = (layer.cache_dtype or layer.dtype).itemsize
+        heads = traits.num_kv_heads, traits.num_groups, head_dim * itemsize
         build_prompts = compile_prompts = None
         if open_kernel := find_kernel("prompt_attention", "open_kernel"):
             sizes = traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size, layer.dtype
@@ -107,14 +110,14 @@ class KernelOptions:
             build_prompts, compile_prompts = (partial(f, *given, device=device) for f in (open_kernel, compile_kernel))
         return cls(
             Gpu.from_device(device), *heads, block_size, kernel, build_prompts, traits.sight, traits.softcap,
-            compile_prompts,
+            compile_prompts, min(2, itemsize),
         )  # fmt: skip
 
     def decode_kernel(self, max_decodes: int, device: torch.device) -> Any | None:
         """A `PagedDecode` for steps of so many decodes; None where FlexAttention serves them."""
         if self.paged_decode is None:
             return None
-        heads = self.num_kv_heads, self.num_groups, self.head_bytes
+        heads = self.num_kv_heads, self.num_groups, self.head_bytes, self.element_bytes
         return self.paged_decode(
             heads, self.block_size, gpu=self.gpu, max_decodes=max_decodes, device=device, sight=self.sight,
             softcap=self.softcap,

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanovllm.attention import row_values
 from nanovllm.layout import BatchLayout
 
 
@@ -18,4 +19,4 @@ class NoAttention:
         return self
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any) -> Tensor:
-        return query.new_zeros(*query.shape[:2], value_cache.shape[2])
+        return query.new_zeros(*query.shape[:2], row_values(value_cache))

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
+from nanovllm.attention import write_states
 from nanovllm.features.costs.dummy_batches import dummy_batch, warm_up_spans
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.layout import BatchLayout, build_layout
@@ -61,12 +63,17 @@ def few_decodes(config: EngineConfig) -> list[list[int]]:
 @contextmanager
 def values_in_block_one(binding: ModelBinding, block_size: int) -> Iterator[None]:
     """Non-zero K and V in block 1 for a while: zeros would hide errors of attention."""
-    blocks = [part[block_size : 2 * block_size] for cache in binding.caches.of_layers for part in cache]
-    for block in blocks:
-        size = block.numel()
-        block.copy_(torch.linspace(0.0, size * 0.7, size, device=block.device).sin_().view(block.shape))
+    slots = torch.arange(block_size, 2 * block_size, device=binding.device)
+    for layer, cache in zip(binding.layers, binding.caches.of_layers, strict=True):
+        sizes = block_size * layer.traits.num_kv_heads * np.array((layer.traits.head_dim, layer.traits.value_dim))
+        key, value = (
+            torch.linspace(0.0, size * 0.7, size, dtype=torch.float32, device=binding.device).sin_().to(layer.dtype)
+            for size in sizes.tolist()
+        )
+        shape = 1, block_size, layer.traits.num_kv_heads, -1
+        write_states(key.view(shape).transpose(1, 2), value.view(shape).transpose(1, 2), cache, slots)
     try:
         yield
     finally:
-        for block in blocks:
-            block.zero_()
+        for part in [part for cache in binding.caches.of_layers for part in cache]:
+            part[block_size : 2 * block_size].zero_()

@@ -81,7 +81,8 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
         traits = layer.traits
         query = torch.zeros(max_decodes, traits.num_heads, traits.head_dim, dtype=layer.dtype, device=device)
         sizes = block_size, traits.num_kv_heads
-        caches = [torch.zeros(*sizes, d, dtype=layer.dtype, device=device) for d in (traits.head_dim, traits.value_dim)]
+        dtype = layer.cache_dtype or layer.dtype
+        caches = [torch.zeros(*sizes, width, dtype=dtype, device=device) for width in layer.row_widths]
         sinks = query.new_zeros(traits.num_heads) if traits.has_sinks else None
         calls.append(partial(decodes.fill, *tables))
         for count in (MIN_ROWS, max_decodes):

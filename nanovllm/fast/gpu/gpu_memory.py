@@ -113,10 +113,10 @@ def workspace_bytes(binding: ModelBinding, config: EngineConfig, peaks: StepPeak
 def split_bytes(options: KernelOptions, max_decodes: int) -> int:
     """Bytes of the outputs of split decodes in float32, each with a log-sum-exp and an arrival counter.
 
-    An output has head_bytes / 2 values; for float32 heads this overestimates.
+    An output has head_bytes / element_bytes values; for float32 heads this overestimates.
     """
     heads = options.num_kv_heads * options.padded_groups
-    return options.most_splits(max_decodes) * heads * 4 * (options.head_bytes // 2 + 2)
+    return options.most_splits(max_decodes) * heads * 4 * (options.head_bytes // options.element_bytes + 2)
 
 
 class _MeasuredSampler:

@@ -6,6 +6,7 @@ import torch
 
 from nanovllm.device import DEVICE_LOCK, raise_device_error
 from nanovllm.fast.attention.backends import AttentionChoice
+from nanovllm.fast.attention.flex_gpu import widened_share
 from nanovllm.fast.gpu.gpu_memory import free_earlier_engines, measure_peaks, workspace_bytes
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.model import ModelBinding
@@ -27,6 +28,8 @@ def memory_for_cache(binding: ModelBinding, config: EngineConfig, choice: Attent
         raise_device_error(error)
     free, total = torch.cuda.mem_get_info(binding.device)  # memory of other processes counts as used
     num_bytes = int(config.gpu_memory_utilization * total) - (total - free) - num_step_bytes - GPU_RESERVE_BYTES
+    if choice.uses_graphs:
+        num_bytes = int(num_bytes / (1 + widened_share(binding.layers)))
     # Compiled code depends on the caches' size, which is rounded so that the next process finds the code again.
     block_bytes = max(1, binding.caches.num_bytes(config.block_size))  # 0 without attention
     num_blocks = max(0, num_bytes) // block_bytes

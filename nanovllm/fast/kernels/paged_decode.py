@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanovllm.attention import row_values
 from nanovllm.fast.kernels.prompt_attention import AttentionSizes
 from nanovllm.fast.kernels.wide_attention import WideAttention, open_kernel
 
@@ -45,6 +46,7 @@ class DecodeSizes(NamedTuple):
 # Measured on an H200 (sm_90; bfloat16, heads of 128). Other GPUs scale with their multiprocessors; shared memory limits
 # tiles and stages.
 MEASURED = DecodeSizes()
+SCALED = DecodeSizes(tile=64, num_stages=3, num_warps=4)  # for K and V in 8-bit floats: tiles of as many bytes
 
 
 class WideSizes(NamedTuple):
@@ -78,7 +80,8 @@ class PagedDecode:
     """Decode attention of one engine; its layers share pieces and workspace.
 
     Args:
-        heads: number of KV heads, query heads per KV head, bytes of one token's K (or V, if wider) in one head.
+        heads: number of KV heads, query heads per KV head, bytes of one token's K (or V, if wider) in one head, bytes
+            of an element there (2 for wider ones, and by default).
         gpu: number of multiprocessors, bytes of shared memory per program.
         max_decodes: most decodes of a step.
         sight: (window, chunk) of the layers, or None each.
@@ -87,24 +90,26 @@ class PagedDecode:
 
     def __init__(
         self,
-        heads: tuple[int, int, int],
+        heads: tuple[int, ...],
         block_size: int,
         *,
         gpu: tuple[int, int],
         max_decodes: int,
         device: torch.device,
-        sizes: DecodeSizes = MEASURED,
+        sizes: DecodeSizes | None = None,
         sight: tuple[int | None, int | None] = (None, None),
         softcap: float | None = None,
     ) -> None:
         (self._window, self._chunk), self._softcap = sight, softcap or 0.0
-        self._num_kv_heads, self._num_groups, head_bytes = heads
+        self._num_kv_heads, self._num_groups, head_bytes, *given = heads
+        element_bytes = given[0] if given else 2
         num_multiprocessors, shared_memory = gpu
+        sizes = sizes or (MEASURED if element_bytes > 1 else SCALED)
         self._block_size = block_size
         self._least_pieces, self._most_pieces = _bounds(num_multiprocessors, self._num_kv_heads, sizes)
         self._sizes = fitting(sizes, block_size, head_bytes, shared_memory)
-        self._wide = fitting_wide(MEASURED_WIDE, block_size, head_bytes, shared_memory)
-        self.wide_members, self.wide_pieces = _wide_bounds(self._wide, heads[:2], num_multiprocessors)
+        self._wide = fitting_wide(MEASURED_WIDE, block_size, head_bytes * max(1, 2 // element_bytes), shared_memory)
+        self.wide_members, self.wide_pieces = _wide_bounds(self._wide, (heads[0], heads[1]), num_multiprocessors)
         if any(sight):  # decodes with a window or chunk share nothing
             self.wide_members = 0
         self.least_wide = LEAST_WIDE
@@ -112,7 +117,7 @@ class PagedDecode:
         # On Hopper and later a kernel may start while the previous one ends.
         self._overlaps = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         self.bundle_members = _bundle_members(self._num_groups)
-        slots = self.most_splits(heads[:2], num_multiprocessors, max_decodes, sizes) * self._num_kv_heads
+        slots = self.most_splits((heads[0], heads[1]), num_multiprocessors, max_decodes, sizes) * self._num_kv_heads
         entry = _kernels()[0].ENTRY
         with torch.inference_mode(False):
             num_pieces = max(self._least_pieces, min(max_decodes, self._most_pieces)) + max_decodes
@@ -126,7 +131,7 @@ class PagedDecode:
                 torch.zeros(0, _kernels()[0].BUNDLE_ENTRY, dtype=torch.int32, device=device),
             )
             # The workspace: results of split decodes' pieces, and the number of finished pieces per decode.
-            num_values = slots * self._num_groups * (head_bytes // 2)  # an element has at least two bytes
+            num_values = slots * self._num_groups * (head_bytes // element_bytes)
             self._outputs = torch.empty(num_values, dtype=torch.float32, device=device)
             self._logarithms = torch.empty(slots * self._num_groups, dtype=torch.float32, device=device)
             self._arrivals = torch.zeros(slots * self._num_groups, dtype=torch.int32, device=device)
@@ -194,13 +199,13 @@ class PagedDecode:
 
         Args:
             query: [num_decodes, num_heads, head_dim], contiguous.
-            key_cache, value_cache: [num_slots, num_kv_heads, head_dim or value_dim], contiguous.
+            key_cache, value_cache: [num_slots, num_kv_heads, head_dim or value_dim], contiguous, or in 8-bit floats.
             output: [num_decodes, num_heads, value_dim]; a new tensor by default.
             sinks: [num_heads], scores that join the softmax without a value.
 
         Returns the output; 0 for a decode without blocks.
         """
-        (num_rows, num_heads, head_dim), value_dim = query.shape, value_cache.shape[2]
+        (num_rows, num_heads, head_dim), value_dim = query.shape, row_values(value_cache)
         if output is None:
             output = query.new_empty(num_rows, num_heads, value_dim)
         sizes, dims, merged_rows = self._sizes, _power_of_two(head_dim), _power_of_two(self._num_groups)
@@ -213,13 +218,15 @@ class PagedDecode:
         entry, kernels = _kernels()[0].ENTRY, _kernels()[1]
         if self._wide_pieces is not None:
             self.attend_wide(query, key_cache, value_cache, scaling, self._wide_pieces, merges=not merges_apart)
+        is_scaled, *caches = _parts(key_cache, value_cache)
         with torch.cuda.device_of(query):
             kernels.attend_pieces[(num_pieces * self._num_kv_heads,)](
-                query, key_cache, value_cache, self._tables, self._pieces, self._members, self._splits, output,
-                self._outputs, self._logarithms, self._arrivals, some_sinks, scaling, NUM_KV_HEADS=self._num_kv_heads,
-                GROUPS=self._num_groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_SIZE=self._block_size,
-                ENTRY=entry, TILE=sizes.tile, ROWS=rows, MERGED_ROWS=merged_rows, DIMS=dims, VALUE_DIMS=value_dims,
-                AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * value_dims)), MERGES=not merges_apart,
+                query, *caches, self._tables, self._pieces, self._members, self._splits, output, self._outputs,
+                self._logarithms, self._arrivals, some_sinks, scaling, SCALED=is_scaled,
+                NUM_KV_HEADS=self._num_kv_heads, GROUPS=self._num_groups, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+                BLOCK_SIZE=self._block_size, ENTRY=entry, TILE=sizes.tile, ROWS=rows, MERGED_ROWS=merged_rows,
+                DIMS=dims, VALUE_DIMS=value_dims, MERGES=not merges_apart,
+                AT_ONCE=max(1, _MERGED_ELEMENTS // (merged_rows * value_dims)),
                 LIMITED=(self._window, self._chunk) != (None, None), OVERLAPS=self._overlaps, SOFTCAP=self._softcap,
                 HAS_SINKS=has_sinks, launch_pdl=self._overlaps, num_warps=4 if is_large else sizes.num_warps,
                 num_stages=sizes.num_stages,
@@ -236,17 +243,18 @@ class PagedDecode:
         self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scaling: float, pieces: Tensor, *, merges: bool
     ) -> None:
         """Attend to the prefixes of wide groups; the results go to the workspace."""
-        (num_rows, _, head_dim), value_dim, sizes = query.shape, value_cache.shape[2], self._wide
+        (num_rows, _, head_dim), value_dim, sizes = query.shape, row_values(value_cache), self._wide
+        is_scaled, *parts = _parts(key_cache, value_cache)
         num_pieces = min(len(pieces), self.wide_pieces + most_wide_programs(num_rows, self.wide_members))
-        if (kernel := self._wide_kernel(query, value_dim)) is not None:
+        if not is_scaled and (kernel := self._wide_kernel(query, value_dim)) is not None:
             step = self._tables, pieces, self._members, self._splits
             workspace = self._outputs, self._logarithms, self._arrivals if merges else None
             kernel.attend(query, (key_cache, value_cache), step, workspace, num_pieces, scaling)
             return
         with torch.cuda.device_of(query):
             _kernels()[2].attend_wide_pieces[(num_pieces * self._num_kv_heads,)](
-                query, key_cache, value_cache, self._tables, pieces, self._members, self._splits, self._outputs,
-                self._logarithms, self._arrivals, scaling, NUM_KV_HEADS=self._num_kv_heads, GROUPS=self._num_groups,
+                query, *parts, self._tables, pieces, self._members, self._splits, self._outputs, self._logarithms,
+                self._arrivals, scaling, SCALED=is_scaled, NUM_KV_HEADS=self._num_kv_heads, GROUPS=self._num_groups,
                 HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_SIZE=self._block_size, ENTRY=pieces.shape[1],
                 TILE=sizes.tile, ROWS=sizes.rows, DIMS=_power_of_two(head_dim), VALUE_DIMS=_power_of_two(value_dim),
                 MERGES=merges, SOFTCAP=self._softcap, num_warps=sizes.num_warps, num_stages=sizes.num_stages,
@@ -261,6 +269,23 @@ class PagedDecode:
             softcap=self._softcap or None, value_dim=value_dim,
         )  # fmt: skip
         return open_kernel(sizes, query.device)
+
+
+def _parts(key_cache: Tensor, value_cache: Tensor) -> tuple[Any, ...]:
+    """Whether K and V are in 8-bit floats; values of both, scales of both (the values again where there are none)."""
+    if key_cache.dtype != torch.uint8:
+        return False, key_cache, value_cache, key_cache, value_cache
+    return True, *map(values_of, (key_cache, value_cache)), *map(scales_of, (key_cache, value_cache))
+
+
+def scales_of(cache: Tensor) -> Tensor:
+    """A cache in 8-bit floats as float32; see `fp8_rows`."""
+    return cache.view(-1).view(torch.float32)
+
+
+def values_of(cache: Tensor) -> Tensor:
+    """A cache in 8-bit floats as these."""
+    return cache.view(torch.float8_e4m3fn)
 
 
 def _bounds(num_multiprocessors: int, num_kv_heads: int, sizes: DecodeSizes) -> tuple[int, int]:

@@ -14,39 +14,77 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def _offsets(lanes, dims, NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr):
+    """Offsets of a tile's rows [TILE, dims] of one head; behind 16 slots of 8-bit floats lie their scales."""
+    offsets = lanes[:, None] * (NUM_KV_HEADS * WIDTH) + dims[None, :]
+    if SCALED:
+        offsets += (lanes // 16 * (64 * NUM_KV_HEADS))[:, None]
+    return offsets
+
+
+@triton.jit
+def _load_scales(scales, slot, lanes, is_seen, NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Scales [TILE] of a tile from `slot` on, a multiple of 16; `scales` starts at this KV head."""
+    groups = slot // 16 + lanes // 16
+    at = groups * (4 * NUM_KV_HEADS * (WIDTH + 4)) + 4 * NUM_KV_HEADS * WIDTH + lanes % 16
+    return tl.load(scales + at, mask=is_seen, other=0.0)
+
+
+@triton.jit
+def _scaled_query(query, scale, COMPUTED: tl.constexpr):
+    """Query rows of at most 1, and the factors [ROWS, 1] of their scores."""
+    sizes = tl.maximum(tl.max(tl.abs(query.to(tl.float32)), 1), 7.888609052210118e-31)  # 2^-100
+    return (query.to(tl.float32) / sizes[:, None]).to(COMPUTED), (sizes * scale)[:, None]
+
+
+@triton.jit
+def _scaled_sum(weights, values, scales, COMPUTED: tl.constexpr):
+    """Sum of values by weights [ROWS, TILE] and the values' scales [TILE]; weights are brought to at most 1."""
+    largest = tl.maximum(tl.max(scales, 0), 7.888609052210118e-31)
+    weights = (weights * (scales / largest)[None, :]).to(COMPUTED)
+    return tl.dot(weights, values.to(COMPUTED), input_precision="ieee") * largest
+
+
+@triton.jit
 def _attend_piece(
-    query, key_cache, value_cache, table, block, start, end, scale,
+    query, key_cache, value_cache, key_scales, value_scales, table, block, start, end, scale,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SOFTCAP: tl.constexpr, LIMITED: tl.constexpr, WHOLE: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attention of query [ROWS, DIMS], a tensor; caches start at this KV head, the table at the decode's first block.
 
-    WHOLE: the piece consists of whole tiles. Returns the output [ROWS, VALUE_DIMS] and the binary logarithm of the sum
-    of exponentials [ROWS].
+    WHOLE: the piece consists of whole tiles. SCALED: values are 8-bit floats, with scales as `fp8_rows` stores them.
+
+    Returns the output [ROWS, VALUE_DIMS] and the binary logarithm of the sum of exponentials [ROWS].
     """
     ROWS: tl.constexpr = query.shape[0]
-    DIMS: tl.constexpr = query.shape[1]
-    lanes, dims = tl.arange(0, TILE), tl.arange(0, DIMS)
+    lanes, dims, value_dims = tl.arange(0, TILE), tl.arange(0, query.shape[1]), tl.arange(0, VALUE_DIMS)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((ROWS, VALUE_DIMS), tl.float32)
-    offsets = lanes[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
-    value_dims = tl.arange(0, VALUE_DIMS)
-    value_offsets = lanes[:, None] * (NUM_KV_HEADS * VALUE_DIM) + value_dims[None, :]
-    begin = start
-    if LIMITED:  # a piece may begin within a tile
-        begin = start // TILE * TILE
+    offsets = _offsets(lanes, dims, NUM_KV_HEADS, HEAD_DIM, SCALED)
+    value_offsets = _offsets(lanes, value_dims, NUM_KV_HEADS, VALUE_DIM, SCALED)
+    PAD: tl.constexpr = 64 * NUM_KV_HEADS if SCALED else 0  # bytes behind 16 slots
+    # 8-bit floats become float16 in half of an instruction each, bfloat16 in more.
+    COMPUTED: tl.constexpr = query.dtype if not SCALED or query.dtype == tl.float32 else tl.float16
+    if SCALED:
+        query, scale = _scaled_query(query, scale, COMPUTED)
+    begin = start // TILE * TILE if LIMITED else start  # a piece may begin within a tile
     # K and V are prefetched `num_stages` tiles ahead only if their addresses do not depend on a load of the same
     # iteration: so the block number is loaded one iteration earlier.
     for first in range(begin, end, TILE):
-        tile = (block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE) * NUM_KV_HEADS
+        slot = block.to(tl.int64) * BLOCK_SIZE + first % BLOCK_SIZE
+        tile, pad = slot * NUM_KV_HEADS, slot // 16 * PAD
         block = tl.load(table + tl.minimum(first + TILE, end - 1) // BLOCK_SIZE)
         is_seen = first + lanes < end
         if LIMITED:
             is_seen = is_seen & (first + lanes >= start)
         is_there = (dims < HEAD_DIM)[None, :] if WHOLE else is_seen[:, None] & (dims < HEAD_DIM)[None, :]
-        keys = tl.load(key_cache + tile * HEAD_DIM + offsets, mask=is_there, other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        keys = tl.load(key_cache + tile * HEAD_DIM + pad + offsets, mask=is_there, other=0.0)
+        scores = tl.dot(query, tl.trans(keys.to(COMPUTED)), input_precision="ieee") * scale
+        if SCALED:
+            scores *= _load_scales(key_scales, slot, lanes, is_seen, NUM_KV_HEADS, HEAD_DIM)[None, :]
         if SOFTCAP > 0:
             # cap * tanh(score / cap), with scores to base 2: tanh(x) = 1 - 2 / (exp(2 x) + 1).
             CAP: tl.constexpr = SOFTCAP * 1.4426950408889634
@@ -57,8 +95,12 @@ def _attend_piece(
         weights, decay = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
         # Masked slots are not read: NaN or infinity in them would survive the product with 0.
         is_there = (value_dims < VALUE_DIM)[None, :] if WHOLE else is_seen[:, None] & (value_dims < VALUE_DIM)[None, :]
-        values = tl.load(value_cache + tile * VALUE_DIM + value_offsets, mask=is_there, other=0.0)
-        output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
+        values = tl.load(value_cache + tile * VALUE_DIM + pad + value_offsets, mask=is_there, other=0.0)
+        if SCALED:
+            scales = _load_scales(value_scales, slot, lanes, is_seen, NUM_KV_HEADS, VALUE_DIM)
+            output = output * decay[:, None] + _scaled_sum(weights, values, scales, COMPUTED)
+        else:
+            output = tl.dot(weights.to(values.dtype), values, output * decay[:, None], input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
         top = new_top
     is_empty = total == 0.0
@@ -107,10 +149,11 @@ def _merge(
 
 @triton.jit
 def attend_for_members(
-    query, keys, values, table, block, start, end, scale, members, num_members, splits, part, head, outputs, logarithms,
+    query, keys, values, key_scales, value_scales, table, block, start, end, scale, members, num_members, splits, part,
+    head, outputs, logarithms,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
-    SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attend to a bundle's piece: each row is a query head of a member; `members` starts with the bundle's first."""
     rows, dims, NUM_HEADS = tl.arange(0, ROWS), tl.arange(0, DIMS), NUM_KV_HEADS * GROUPS
@@ -121,8 +164,8 @@ def attend_for_members(
     is_there = is_used[:, None] & (dims < HEAD_DIM)[None, :]
     at = (decodes * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     attended, logarithm = _attend_piece(
-        tl.load(query + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale, NUM_KV_HEADS,
-        HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, False, WHOLE,
+        tl.load(query + at, mask=is_there, other=0.0), keys, values, key_scales, value_scales, table, block, start, end,
+        scale, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, False, WHOLE, SCALED,
     )  # fmt: skip
     own = (slots + part) * NUM_HEADS + heads  # index in the workspace
     value_dims = tl.arange(0, VALUE_DIMS)
@@ -133,11 +176,11 @@ def attend_for_members(
 
 @triton.jit
 def _attend_for_one(
-    query, keys, values, table, block, start, end, scale, row, slot, part, count, head, output, outputs, logarithms,
-    sinks,
+    query, keys, values, key_scales, value_scales, table, block, start, end, scale, row, slot, part, count, head,
+    output, outputs, logarithms, sinks,
     NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
-    SOFTCAP: tl.constexpr, LIMITED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr, LIMITED: tl.constexpr, HAS_SINKS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Attend to a piece of the decode `row`."""
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -145,8 +188,9 @@ def _attend_for_one(
     is_there = (rows < GROUPS)[:, None] & (dims < HEAD_DIM)[None, :]
     heads = (row * NUM_KV_HEADS + head).to(tl.int64) * GROUPS
     attended, logarithm = _attend_piece(
-        tl.load(query + heads * HEAD_DIM + at, mask=is_there, other=0.0), keys, values, table, block, start, end, scale,
-        NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, LIMITED, False,
+        tl.load(query + heads * HEAD_DIM + at, mask=is_there, other=0.0), keys, values, key_scales, value_scales, table,
+        block, start, end, scale, NUM_KV_HEADS, HEAD_DIM, VALUE_DIM, VALUE_DIMS, BLOCK_SIZE, TILE, SOFTCAP, LIMITED,
+        False, SCALED,
     )  # fmt: skip
     value_dims = tl.arange(0, VALUE_DIMS)
     to = rows[:, None] * VALUE_DIM + value_dims[None, :]
@@ -238,6 +282,8 @@ def attend_pieces(
     query,
     key_cache,
     value_cache,
+    key_scales,
+    value_scales,
     tables,
     pieces,
     members,
@@ -265,6 +311,7 @@ def attend_pieces(
     SOFTCAP: tl.constexpr,
     LIMITED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """A program attends to one piece for the query heads of one KV head."""
     if OVERLAPS:  # this kernel may start before the previous one ends, and the next before this one ends
@@ -277,19 +324,22 @@ def attend_pieces(
     if number >= tl.load(pieces):
         return
     keys, values, scale = key_cache + head * HEAD_DIM, value_cache + head * VALUE_DIM, scaling * 1.4426950408889634
+    if SCALED:
+        key_scales += head * 16
+        value_scales += head * 16
     # Two paths, though one would do: addresses of members cost up to 2 % in steps without bundles.
     SHARES: tl.constexpr = ROWS >= 2 * GROUPS
     if SHARES and row < 0:
         attend_for_members(
-            query, keys, values, tables + table, block, start, end, scale, members + slot, -row, splits, part, head,
-            outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE, ROWS, DIMS, VALUE_DIMS,
-            SOFTCAP, False,
+            query, keys, values, key_scales, value_scales, tables + table, block, start, end, scale, members + slot,
+            -row, splits, part, head, outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE,
+            ROWS, DIMS, VALUE_DIMS, SOFTCAP, False, SCALED,
         )  # fmt: skip
     else:
         _attend_for_one(
-            query, keys, values, tables + table, block, start, end, scale, row, slot, part, count, head, output,
-            outputs, logarithms, sinks, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE, ROWS, DIMS,
-            VALUE_DIMS, SOFTCAP, LIMITED, HAS_SINKS,
+            query, keys, values, key_scales, value_scales, tables + table, block, start, end, scale, row, slot, part,
+            count, head, output, outputs, logarithms, sinks, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE,
+            TILE, ROWS, DIMS, VALUE_DIMS, SOFTCAP, LIMITED, HAS_SINKS, SCALED,
         )  # fmt: skip
     if MERGES:
         if SHARES and (row < 0) | (count < 0):

@@ -24,6 +24,8 @@ def attend_wide_pieces(
     query,
     key_cache,
     value_cache,
+    key_scales,
+    value_scales,
     tables,
     wide_pieces,
     members,
@@ -44,6 +46,7 @@ def attend_wide_pieces(
     VALUE_DIMS: tl.constexpr,
     MERGES: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """A program attends to one piece for the query heads of one KV head of its members.
 
@@ -55,10 +58,14 @@ def attend_wide_pieces(
     table, part = tables + tl.load(piece + 4), tl.load(piece + 5)
     if num_members == 0:
         return
+    if SCALED:
+        key_scales += head * 16
+        value_scales += head * 16
     attend_for_members(
-        query, key_cache + head * HEAD_DIM, value_cache + head * VALUE_DIM, table, tl.load(table + start // BLOCK_SIZE),
-        start, end, scaling * 1.4426950408889634, members + first, num_members, splits, part, head, outputs, logarithms,
-        NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE, ROWS, DIMS, VALUE_DIMS, SOFTCAP, True,
+        query, key_cache + head * HEAD_DIM, value_cache + head * VALUE_DIM, key_scales, value_scales, table,
+        tl.load(table + start // BLOCK_SIZE), start, end, scaling * 1.4426950408889634, members + first, num_members,
+        splits, part, head, outputs, logarithms, NUM_KV_HEADS, GROUPS, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, TILE, ROWS,
+        DIMS, VALUE_DIMS, SOFTCAP, True, SCALED,
     )  # fmt: skip
     if MERGES:
         rows = tl.arange(0, ROWS)

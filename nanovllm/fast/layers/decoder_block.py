@@ -131,6 +131,12 @@ def check_attention(layers: Sequence[AttentionLayer], *served: str) -> None:
             raise NotFusedError(f"layer {index} has {beyond}")
 
 
+def check_plain_cache(layer: AttentionLayer) -> None:
+    """Raise NotFusedError if a layer's K and V are not kept in its own dtype."""
+    if layer.cache_dtype is not None:
+        raise NotFusedError("K and V are kept in 8-bit floats")
+
+
 def _linear(parent: Any, name: str, kind: str) -> Any:
     found = getattr(parent, name, None)
     if not isinstance(found, nn.Module) or not hasattr(found, "in_features"):

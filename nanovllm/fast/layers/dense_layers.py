@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanovllm.attention import LAYER_CACHE, LAYER_KIND, STEP_SLOT_MAPPING, AttentionLayer, attend_in_step, step_tensors
 from nanovllm.device import find_kernel
 from nanovllm.errors import NotFusedError
-from nanovllm.fast.layers.decoder_block import Parts, describe_blocks
+from nanovllm.fast.layers.decoder_block import Parts, check_plain_cache, describe_blocks
 from nanovllm.fast.layers.distances import check_change, difference_of_rows, in_another_way, rewriting
 from nanovllm.fast.layers.kernel_layers import KernelLayer, KernelLayers
 from nanovllm.fast.layers.layer_equations import LayerEquations
@@ -279,6 +279,7 @@ def dense_layer_compilations(
 
 def _served(block: Parts, layer: AttentionLayer) -> tuple[Any, dict[str, bool]]:
     """The kernel's sizes and options for a layer; raises NotFusedError if it does not support them."""
+    check_plain_cache(layer)
     make: Any = find_kernel("dense_layer", "DenseSizes")
     traits = layer.traits
     sizes = make(*block.sizes, traits.num_heads, traits.num_kv_heads, traits.head_dim)

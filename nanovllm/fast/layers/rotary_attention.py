@@ -105,7 +105,9 @@ class RotaryAttention(nn.Module):
         zeros = partial(torch.zeros, dtype=self._layer.dtype, device=device)
         products = zeros(1, num_rows, self.qkv.num_outputs)
         turns = zeros(1, num_rows, traits.head_dim)
-        cache = zeros(2, 1, traits.num_kv_heads, traits.head_dim)
+        layer = self._layer  # block sizes are multiples of 16, the fewest slots of a cache
+        dtype = layer.cache_dtype or layer.dtype
+        cache = zeros(2, 16, traits.num_kv_heads, layer.row_widths[0], dtype=dtype)
         slots = torch.zeros(num_rows, dtype=torch.int64, device=device)
         return partial(self.rotate, products, turns, turns, self._norms(), self.epsilon, cache, slots)
 

@@ -18,7 +18,7 @@ from nanovllm.attention import STEP_HANDLE, STEP_SLOT_MAPPING, AttentionLayer, L
 from nanovllm.device import find_kernel
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.attention.flex_gpu import GpuFlexPlan
-from nanovllm.fast.layers.decoder_block import Parts, check_attention, describe_blocks
+from nanovllm.fast.layers.decoder_block import Parts, check_attention, check_plain_cache, describe_blocks
 from nanovllm.fast.layers.distances import check_change, rewriting
 from nanovllm.fast.layers.kernel_layers import KernelLayer
 from nanovllm.fast.layers.layer_equations import LayerEquations
@@ -250,6 +250,7 @@ def compile_calls_of(
 
 
 def _sizes(block: Parts, layer: AttentionLayer, block_size: int) -> Any:
+    check_plain_cache(layer)
     sizes: Any = find_kernel("layer_stack", "StackSizes")
     traits = layer.traits
     return sizes(*block.sizes, traits.num_heads, traits.num_kv_heads, traits.head_dim, block_size)

@@ -111,7 +111,9 @@ def _file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools,
     ]
     layers = binding.mixers.layers if isinstance(binding.mixers, Mixers) else []
     states = [sorted(map(str, layer.states)) for layer in layers]
-    return ({"states": states} if states else {}) | {
+    choice = binding.caches.choice
+    own = ({"states": states} if states else {}) | ({"kv_format": choice} if choice else {})
+    return own | {
         "model": digest,
         "rope": binding.rope.choice,
         "device": binding.device.type,

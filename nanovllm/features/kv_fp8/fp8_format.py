@@ -1,0 +1,125 @@
+"""K and V as 8-bit floats (e4m3): a head's row of a token is rounded by its own largest number.
+
+So a row is the same in a chunk, behind a cached prefix, after a preemption and alone, and nothing is calibrated. The
+cache of K, or of V, is [num_slots, num_kv_heads, head_dim + 4] bytes. Of each 16 slots the values come first, then the
+scales, one head after the other, so that kernels read both in whole sectors; blocks are multiples of 16::
+
+    bytes of 16 slots     values [16, num_kv_heads, head_dim] e4m3     scales [num_kv_heads, 16] float32
+
+fast/kernels/fp8_rows.py has the same for a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.attention import LayerCache, kv_formats
+from nanovllm.defaults import device_of
+from nanovllm.device import find_kernel
+from nanovllm.features.engine_config import EngineConfig
+
+CACHE_DTYPE = torch.uint8
+SLOTS = 16  # slots whose values lie together
+SCALE_BYTES = 4
+LARGEST = 448.0  # of e4m3
+LEAST = 2.0**-100  # a row without larger numbers is zero
+CAPABILITY = (8, 9)  # of the first GPUs that convert 8-bit floats
+
+logger = logging.getLogger("nanovllm")
+
+
+class Fp8Format:
+    """See `KVFormat`.
+
+    Args:
+        store: `store_rounded` of fast/kernels/fp8_rows.py; None where there is none.
+    """
+
+    extra = SCALE_BYTES
+
+    def __init__(self, store: Any = None) -> None:
+        self._store = store
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+        if self._store is None or not key.is_cuda:
+            for states, part in zip((key, value), cache, strict=True):
+                write_rows(states[0].transpose(0, 1), part, slot_mapping)
+        elif isinstance(cache, Tensor):
+            self._store(key, value, cache, None, slot_mapping)
+        else:
+            self._store(key, value, *cache, slot_mapping)
+
+    def read(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
+        values, scales = parts_of(cache)
+        widened = values.view(torch.float8_e4m3fn).float() * scales.transpose(1, 2)[..., None]
+        return widened.to(dtype).flatten(0, 1)
+
+
+def parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a cache: values [num_slots / 16, 16, num_kv_heads, head_dim], scales [..., num_kv_heads, 16]."""
+    num_slots, num_heads, width = cache.shape
+    head_dim = width - SCALE_BYTES
+    rows = cache.view(num_slots // SLOTS, SLOTS * num_heads * width)
+    num_bytes = SLOTS * num_heads * head_dim
+    values = rows[:, :num_bytes].unflatten(1, (SLOTS, num_heads, head_dim))
+    return values, rows[:, num_bytes:].view(torch.float32).unflatten(1, (num_heads, SLOTS))
+
+
+def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write rows [num_tokens, num_kv_heads, head_dim] of K, or of V, to their slots."""
+    values, scales = parts_of(cache)
+    rows = rows.float()
+    largest = rows.abs().amax(-1).clamp(min=LEAST)
+    # Tensor by tensor and a product: a number divided by a tensor, or a tensor by one, is rounded otherwise on a GPU.
+    rounded = (rows * (torch.full_like(largest, LARGEST) / largest)[..., None]).to(torch.float8_e4m3fn)
+    group = slot_mapping // SLOTS
+    slot = slot_mapping % SLOTS
+    values[group, slot] = rounded.view(torch.uint8)
+    scales[group, :, slot] = largest * (1 / LARGEST)
+
+
+def check_device(model: Any, config: EngineConfig) -> None:
+    """Raise ValueError for a device that does not keep K and V in 8 bits, before the model is loaded."""
+    _refuse(next(model.parameters()).device if isinstance(model, nn.Module) else device_of(config))
+
+
+def _refuse(device: torch.device) -> None:
+    if (reason := why_not(device)) is not None:
+        raise ValueError(f"kv_cache_dtype is 'fp8', but {reason}. Leave it out.")
+
+
+def why_not(device: torch.device) -> str | None:
+    """The reason why a device keeps no K and V in 8 bits, in words; None if it does."""
+    if device.type != "cuda":
+        return "the device is a CPU, whose attention over 8-bit K and V was measured to be slower"
+    found = torch.cuda.get_device_capability(device)
+    if found < CAPABILITY:
+        return f"it is for GPUs of capability 8.9 and later, and {device} has {found[0]}.{found[1]}"
+    return None
+
+
+def use_format(binding: Any, config: EngineConfig) -> None:
+    """Keep the K and V of a hooked model, whose caches are not allocated yet, in this format.
+
+    Raises ValueError for another device, and for a model without K and V.
+    """
+    _refuse(binding.device)
+    if not binding.layers:
+        raise ValueError(
+            f"kv_cache_dtype is 'fp8', but no layer of {type(binding.model).__name__} attends, so that it has no K "
+            "and V. Leave it out."
+        )
+    before = binding.caches.num_bytes(1)
+    store = find_kernel("fp8_rows", "store_rounded") if binding.device.type == "cuda" else None
+    kv_formats[CACHE_DTYPE] = Fp8Format(store)
+    binding.layers[:] = [replace(layer, cache_dtype=CACHE_DTYPE) for layer in binding.layers]
+    binding.caches.choice = f":{config.kv_cache_dtype}"
+    logger.info(
+        "K and V are kept in 8-bit floats: %d bytes a token in place of %d in %s",
+        binding.caches.num_bytes(1), before, binding.dtype,
+    )  # fmt: skip
