@@ -204,7 +204,7 @@ def attend_in_step(
 
     Returns [1, T, num_heads, value_dim], zero in the padding rows.
     """
-    step = steps_in_force[int(handle)]
+    step = running_step(handle)
     rows = query[0].transpose(0, 1)[: step.num_tokens].contiguous()
     attended = step.plan.attend(rows, key_cache, value_cache, scaling, kind, sinks)
     if len(rows) == query.shape[2]:
@@ -220,15 +220,7 @@ paged_attention = torch.library.custom_op("nanovllm::paged_attention_2", attend_
 
 
 @paged_attention.register_fake
-def _(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    handle: Tensor,
-    scaling: float,
-    kind: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def _(query: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], row_values(value_cache))
 
 

@@ -58,8 +58,6 @@ def build_engine(
     config = _config_class().from_options(**options)
     if _asks(config, "policies"):
         _part("features.policies.opening", "check_policies", option="policies")(config)
-    if _asks(config, "kv_cache_dtype"):
-        _part("features.kv_fp8.fp8_format", "check_device")(model, config)
     publisher = digest = None
     if _asks(config, "kv_events"):
         publisher = _part("features.kv_events.kv_events", "KvEventPublisher", option="kv_events")(config)

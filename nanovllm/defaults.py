@@ -147,12 +147,7 @@ class PlainAttention:
         if wanted not in ("auto", "flex", "sdpa"):
             raise ValueError(f"attention_backend is {wanted!r}, which this installation lacks. Use 'auto' or 'sdpa'.")
         compiles = wanted != "sdpa" and may_compile(config, device)
-        reads = all(layer.cache_dtype is None for layer in layers)
-        if not reads and wanted == "flex":
-            raise ValueError(
-                "attention_backend is 'flex', which in this installation reads no 8-bit K and V. Use 'auto' or 'sdpa'."
-            )
-        backend = "flex" if compiles and reads and (wanted == "flex" or device.type == "cpu") else "sdpa"
+        backend = "flex" if compiles and (wanted == "flex" or device.type == "cpu") else "sdpa"
         if backend == "sdpa" and any(layer.traits.softcap is not None or layer.traits.has_sinks for layer in layers):
             raise ValueError(
                 "the model has layers with a soft-cap or sinks, which 'sdpa' of this installation does not compute. "

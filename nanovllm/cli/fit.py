@@ -154,9 +154,12 @@ class _Speed:
         self._measured = sizes
         of_same = calibration.model == model and calibration.dtype == sizes.dtype
         self.about = f"Speeds were calibrated for {calibration.model}."
-        if not (of_same and calibration.quantization == config.quantization):
+        own = calibration.quantization, calibration.kv_cache_dtype
+        if not (of_same and own == (config.quantization, config.kv_cache_dtype)):
             source = find(model_source(calibration.model), needs_tokenizer=False)
-            self._measured = read_sizes(source, dtype=calibration.dtype, quantization=calibration.quantization)
+            self._measured = read_sizes(
+                source, dtype=calibration.dtype, quantization=own[0], kv_cache_dtype=own[1]
+            )  # fmt: skip
             self.about = f"Speeds are scaled from {calibration.model} by bytes read: {_how_to_calibrate(model).lower()}"
 
     def __call__(self, num_requests: int, context: int) -> float:

@@ -6,12 +6,16 @@ import numbers
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nanovllm.config import integer, items, one_of, real, text
 
+if TYPE_CHECKING:
+    import torch
+
 MIN_WEIGHT = 1e-3
 MIN_GOAL_S = 1e-3  # no step is shorter
+CONVERTS_FP8 = (8, 9)  # capability of the first GPUs that convert 8-bit floats
 
 # Kinds of policies, and the option that each takes the place of.
 REPLACED = {"queue": "client_weights", "budget": "itl_goal"}
@@ -185,3 +189,21 @@ def check_kv_events(config: Any) -> None:
             f"kv_events and kv_events_replay have ports of up to {last}, with the number of the replica; 65535 is "
             "the highest. Set lower ones."
         )
+
+
+def check_kv_cache_dtype(config: Any, device: torch.device) -> None:
+    """Raise ValueError for a device that does not keep K and V as the options say."""
+    if config.kv_cache_dtype != "auto" and (reason := why_no_8_bit_kv(device)) is not None:
+        raise ValueError(f"kv_cache_dtype is {config.kv_cache_dtype!r}, but {reason}. Leave it out.")
+
+
+def why_no_8_bit_kv(device: torch.device) -> str | None:
+    """The reason why a device keeps no K and V in 8-bit floats, in words; None if it does."""
+    if device.type != "cuda":
+        return "the device is a CPU, where attention over 8-bit K and V was measured to be slower"
+    import torch
+
+    found = torch.cuda.get_device_capability(device)
+    if found < CONVERTS_FP8:
+        return f"it is for GPUs of capability 8.9 and later, and {device} has {found[0]}.{found[1]}"
+    return None

@@ -22,6 +22,7 @@ from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.chat.chat import with_chat_template
 from nanovllm.features.engine_config import ABOUT_CHECKPOINTS, QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.headless import Reader, load_headless, with_stand_in
+from nanovllm.features.option_checks import check_kv_cache_dtype
 from nanovllm.features.states.state_layers import LAYER_TYPES
 from nanovllm.features.unsupported import attending_layers, unsupported
 from nanovllm.models import hub
@@ -60,6 +61,8 @@ def find_source(model: Any, tokenizer: Any, config: EngineConfig) -> str:
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(f"model must be a name, a folder or a loaded transformers module, not {model!r}.")
     check_skipped_tokenizer(tokenizer, config)
+    if config.kv_cache_dtype != "auto":
+        check_kv_cache_dtype(config, device_of(config))
     if isinstance(tokenizer, (str, os.PathLike)):
         find_tokenizer(os.fspath(tokenizer))
     source = find(os.fspath(model), needs_tokenizer=needs_tokenizer(tokenizer, config), revision=config.revision)
@@ -262,6 +265,7 @@ def _take_module(model: nn.Module, tokenizer: Any, config: EngineConfig) -> Load
         raise ValueError(
             f"device is {config.device!r}, but the module is on {parameter.device}; leave device at 'auto'."
         )
+    check_kv_cache_dtype(config, parameter.device)
     if config.quantization is not None:
         raise ValueError(
             f"quantization is {config.quantization!r}, but a loaded module is its owner's, and quantised weights would "

@@ -5,18 +5,26 @@ Run with TRITON_INTERPRET=1 where Triton is installed. tests/gpu/test_kv_fp8.py 
 
 import importlib.util
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from nanovllm import LLM
+from nanovllm.device import find_kernel
+from nanovllm.fast.attention import flex_gpu_options
 from nanovllm.fast.attention.step_tables import StepTables
+from nanovllm.features import option_checks
 from nanovllm.features.costs.buckets import Buckets
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.kv_fp8.fp8_format import Fp8Format, parts_of, write_rows
-from tests.support.fp8_caches import Fp8Case
-from tests.support.gpu_steps import GpuStep, compute_without_kernels, run
+from tests.support.equality import model, prompts
+from tests.support.fp8_caches import OPTION, Fp8Case, own_answer
+from tests.support.gpu_steps import GpuStep, compute_without_kernels, run, run_graphs_on_a_cpu
+from tests.support.llms import greedy
 from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, SPANS, TRAITS
 from tests.support.shared_decodes import SharedDecodes, random_case, wide_group_and_others
+from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -111,3 +119,39 @@ def test_only_the_null_block_and_those_of_chunks_are_widened():
     assert set(changed) == wanted
     expected = Fp8Format().read(case.caches[0], case.dtype).view(NUM_BLOCKS, -1)[changed]
     assert torch.equal(keys.view(NUM_BLOCKS, -1)[changed].nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_an_engine_of_graphs_answers_as_transformers_over_rounded_k_and_v(monkeypatch, tmp_path):
+    """Fused rotary kernel, decodes, widened chunks, prefix hits; graphs replay by calls."""
+    run_graphs_on_a_cpu(monkeypatch, left_out=["use_kernel_layers", "stack_layers", "compile_layers"])
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(
+        flex_gpu_options, "find_kernel", lambda file, name: find_kernel(file, name) if file == "paged_decode" else None
+    )
+    monkeypatch.setattr(option_checks, "why_no_8_bit_kv", lambda _: None)
+    batch = [prompts()[number] for number in (1, 4, 14)]
+    options = {"num_kv_blocks": 60, "max_model_len": 240, "block_size": 16, "max_num_seqs": 4}
+    folder = save_tiny(tmp_path, "qwen3")
+    with LLM(
+        folder, tokenizer=tiny_tokenizer(), dtype="float32", max_num_batched_tokens=70, **options, **OPTION
+    ) as llm:
+        found = [[o.outputs[0].token_ids for o in llm.generate(batch, greedy(3), use_tqdm=False)] for _ in range(2)]
+        assert llm._engine.model_runner.binding.rotary_changes and llm.stats().prefix_cache_hits > 0
+    assert found == 2 * [[own_answer(model("qwen3"), prompt, 3) for prompt in batch]]
+
+
+def test_compiled_layers_store_by_the_operator():
+    from nanovllm.fast.kernels.fp8_rows import store_rounded
+
+    def write(key, value, caches, slots):
+        store_rounded(key, value, *caches, slots)
+        return key + 1
+
+    compiled = torch.compile(write, fullgraph=True, backend="aot_eager")
+    key, value = torch.randn(2, 1, 2, 5, 32).unbind()
+    slots = torch.tensor([3, 17, 18, 40, 1])
+    plain = torch.zeros(2, 48, 2, 36, dtype=torch.uint8)
+    Fp8Format().write(key, value, plain, slots)
+    for own, apart in ((torch.zeros_like(plain), False), (torch.zeros_like(plain), True)):
+        compiled(key, value, (*own,) if apart else (own, None), slots)
+        assert torch.equal(own, plain)

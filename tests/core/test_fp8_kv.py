@@ -11,7 +11,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import kv_formats, write_states, write_states_compiled
 from nanovllm.block_manager import root_hash
-from nanovllm.features.kv_fp8 import fp8_format
+from nanovllm.features import option_checks
 from nanovllm.features.kv_fp8.fp8_format import CACHE_DTYPE, Fp8Format, write_rows
 from nanovllm.models.sizes import read_sizes
 from tests.support import layer_kinds
@@ -37,7 +37,7 @@ SETTINGS = {
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(fp8_format, "why_not", lambda device: None)
+    monkeypatch.setattr(option_checks, "why_no_8_bit_kv", lambda device: None)
 
 
 @functools.cache
@@ -255,7 +255,7 @@ def test_processes_of_a_cpu_refuse_it_too(monkeypatch, folder, mode):
 def test_an_older_gpu_refuses_by_its_capability(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert fp8_format.why_not(torch.device("cuda:1")) == (
+    assert option_checks.why_no_8_bit_kv(torch.device("cuda:1")) == (
         "it is for GPUs of capability 8.9 and later, and cuda:1 has 8.0"
     )
 

@@ -9,7 +9,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device import find_kernel
-from nanovllm.features.kv_fp8.fp8_format import CACHE_DTYPE, parts_of, why_not, write_rows
+from nanovllm.features.kv_fp8.fp8_format import CACHE_DTYPE, parts_of, write_rows
+from nanovllm.features.option_checks import why_no_8_bit_kv
 from tests.support import layer_kinds
 from tests.support.class_cases import chunk_prompts
 from tests.support.equality import model, prompts
@@ -22,7 +23,7 @@ from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import FAMILIES, save_tiny, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or why_not(torch.device("cuda")) is not None,
+    not torch.cuda.is_available() or why_no_8_bit_kv(torch.device("cuda")) is not None,
     reason="needs a GPU that converts 8-bit floats",
 )
 CUDA = torch.device("cuda")

@@ -87,6 +87,13 @@ def test_a_calibration_of_several_ranks_carries_their_number(tmp_path):
             calibration.resolve(EngineConfig(tensor_parallel_size=size))
 
 
+def test_a_calibration_is_of_one_form_of_k_and_v(tmp_path):
+    replace(CALIBRATION, kv_cache_dtype="fp8").save(tmp_path / "fp8.json")
+    assert Calibration.load(tmp_path / "fp8.json").resolve(EngineConfig()).kv_cache_dtype == "fp8"
+    with pytest.raises(ValueError, match="of kv_cache_dtype='auto', and kv_cache_dtype='fp8' is asked for"):
+        CALIBRATION.resolve(EngineConfig(kv_cache_dtype="fp8"))
+
+
 def test_options_resolve_as_on_the_measured_engine():
     config = CALIBRATION.resolve(EngineConfig())
     assert (config.dtype, config.device, config.attention_backend) == ("bfloat16", "cpu", "cpp")

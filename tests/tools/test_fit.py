@@ -131,6 +131,8 @@ def test_a_gguf_file_needs_what_it_has_on_disk(run, tmp_path, memory):
     assert found["weight_bytes"] == path.stat().st_size and found["num_weights"] == 0
     status, _, err = run("fit --device cpu --quantization int8", model=str(path))
     assert status == 2 and "Leave --quantization out" in err
+    status, _, err = run("fit --device cpu --kv-cache-dtype fp8", model=str(path))
+    assert status == 2 and "for GPUs alone" in err and "Leave --kv-cache-dtype out" in err
     plain = fit(run, "-m", str(path), "--quantization", "dequantize", "--dtype", "float32")
     assert plain["weight_bytes"] == 4 * tiny_model(head_dim=64).num_parameters()
 

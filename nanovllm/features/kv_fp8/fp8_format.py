@@ -16,19 +16,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.attention import LayerCache, kv_formats
-from nanovllm.defaults import device_of
 from nanovllm.device import find_kernel
+from nanovllm.features import option_checks
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.extras import is_installed
 
 CACHE_DTYPE = torch.uint8
 SLOTS = 16  # slots whose values lie together
 SCALE_BYTES = 4
 LARGEST = 448.0  # of e4m3
 LEAST = 2.0**-100  # a row without larger numbers is zero
-CAPABILITY = (8, 9)  # of the first GPUs that convert 8-bit floats
 
 logger = logging.getLogger("nanovllm")
 
@@ -83,32 +83,17 @@ def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     scales[group, :, slot] = largest * (1 / LARGEST)
 
 
-def check_device(model: Any, config: EngineConfig) -> None:
-    """Raise ValueError for a device that does not keep K and V in 8 bits, before the model is loaded."""
-    _refuse(next(model.parameters()).device if isinstance(model, nn.Module) else device_of(config))
-
-
-def _refuse(device: torch.device) -> None:
-    if (reason := why_not(device)) is not None:
-        raise ValueError(f"kv_cache_dtype is 'fp8', but {reason}. Leave it out.")
-
-
-def why_not(device: torch.device) -> str | None:
-    """The reason why a device keeps no K and V in 8 bits, in words; None if it does."""
-    if device.type != "cuda":
-        return "the device is a CPU, whose attention over 8-bit K and V was measured to be slower"
-    found = torch.cuda.get_device_capability(device)
-    if found < CAPABILITY:
-        return f"it is for GPUs of capability 8.9 and later, and {device} has {found[0]}.{found[1]}"
-    return None
-
-
 def use_format(binding: Any, config: EngineConfig) -> None:
     """Keep the K and V of a hooked model, whose caches are not allocated yet, in this format.
 
     Raises ValueError for another device, and for a model without K and V.
     """
-    _refuse(binding.device)
+    option_checks.check_kv_cache_dtype(config, binding.device)
+    if config.attention_backend == "flex" and not is_installed("nanovllm.fast.attention"):
+        raise ValueError(
+            "attention_backend is 'flex', which in this installation reads plain K and V alone, and kv_cache_dtype is "
+            "'fp8'. Use 'auto' or 'sdpa', or install the whole package."
+        )
     if not binding.layers:
         raise ValueError(
             f"kv_cache_dtype is 'fp8', but no layer of {type(binding.model).__name__} attends, so that it has no K "

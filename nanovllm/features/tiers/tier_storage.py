@@ -111,9 +111,7 @@ def _file_header(binding: ModelBinding, config: EngineConfig, pools: CachePools,
     ]
     layers = binding.mixers.layers if isinstance(binding.mixers, Mixers) else []
     states = [sorted(map(str, layer.states)) for layer in layers]
-    choice = binding.caches.choice
-    own = ({"states": states} if states else {}) | ({"kv_format": choice} if choice else {})
-    return own | {
+    return ({"states": states} if states else {}) | {
         "model": digest,
         "rope": binding.rope.choice,
         "device": binding.device.type,

@@ -316,6 +316,7 @@ def _describe(engine: Engine, model: str, samples: list[StepSample], cost_model:
         cost_model=cost_model,
         tensor_parallel_size=config.tensor_parallel_size,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         cache_groups=tuple(_numbers(group, config.block_size) for group in groups_of(engine)),
     )
 

@@ -20,8 +20,8 @@ class Calibration:
     """Result of `nanovllm calibrate`.
 
     model: the model's name as given.
-    dtype, device, attention_backend, enforce_eager, cuda_graphs, block_size, tensor_parallel_size, quantization:
-        options of the measured engine; device is "cpu" or "cuda".
+    dtype, device, attention_backend, enforce_eager, cuda_graphs, block_size, tensor_parallel_size, quantization,
+        kv_cache_dtype: options of the measured engine; device is "cpu" or "cuda".
     max_position_embeddings: longest sequence of the model, in tokens.
     kv_token_bytes: bytes of K and V per token, over all layers; of one rank.
     kv_cache_bytes: size of the measured engine's KV cache, likewise.
@@ -48,6 +48,7 @@ class Calibration:
     cost_model: CostModel
     tensor_parallel_size: int = 1
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     cache_groups: tuple[tuple[int | None, ...], ...] = ()
 
     def resolve(self, config: EngineConfig, *, model: str | None = None) -> EngineConfig:
@@ -66,6 +67,7 @@ class Calibration:
             "enforce_eager": config.enforce_eager or None,  # False is the default, hence "not set"
             "cuda_graphs": config.cuda_graphs,
             "quantization": config.quantization,
+            "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             "tensor_parallel_size": None if config.tensor_parallel_size == 1 else config.tensor_parallel_size,
         }
         for name, wanted in wants.items():
@@ -83,6 +85,7 @@ class Calibration:
             cuda_graphs=self.cuda_graphs,
             tensor_parallel_size=self.tensor_parallel_size,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
         limits = config.resolve_limits(self.device, self.max_position_embeddings, block_size=self.block_size)
         resolved, _ = resolve_pools(
