@@ -37,8 +37,8 @@ class KVFormat(Protocol):
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         """See `write_states`."""
 
-    def read(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
-        """Values [num_slots, num_kv_heads, head_dim] of whole blocks of a cache."""
+    def read(self, cache: Tensor, dtype: torch.dtype, is_value: bool) -> Tensor:
+        """Elements [num_slots, num_kv_heads, head_dim] of whole blocks of a cache of K, or of V."""
         ...
 
 
@@ -420,7 +420,7 @@ class SdpaPlan:
         output = query.new_empty(*query.shape[:2], row_values(value_cache))
         scores = self.backend.scores[kind]
         for piece in self.seen[self.backend.sights[kind]]:
-            keys, values = (self._gather(cache, piece) for cache in (key_cache, value_cache))
+            keys, values = self._gather(key_cache, piece), self._gather(value_cache, piece, True)
             rows = query[piece.rows]
             is_chunk = isinstance(piece.rows, slice)
             # The query heads that share a KV head become rows of one query, so that K and V are read once for them.
@@ -442,11 +442,11 @@ class SdpaPlan:
             output[piece.rows] = attended[0].transpose(0, 1) if is_chunk else attended.reshape(-1, *output.shape[1:])
         return output
 
-    def _gather(self, cache: Tensor, piece: _Piece) -> Tensor:
+    def _gather(self, cache: Tensor, piece: _Piece, is_value: bool = False) -> Tensor:
         """[size, num_kv_heads, context, head_dim] copied out of the cache."""
         # One row a block: index_select copies whole rows, seven times faster on a CPU than indexing with brackets.
         rows = cache.view(-1, self.backend.block_size * cache.shape[1] * cache.shape[2])
         gathered = rows.index_select(0, piece.blocks).view(-1, *cache.shape[1:])
         if (form := kv_formats.get(cache.dtype)) is not None:
-            gathered = form.read(gathered, self.backend.dtype)
+            gathered = form.read(gathered, self.backend.dtype, is_value)
         return gathered.view(piece.size, -1, *gathered.shape[1:])[:, : piece.context].transpose(1, 2)

@@ -76,7 +76,7 @@ class Case:
             num_layers, 2, (len(blocks) + 1) * BLOCK_SIZE, num_kv_heads, head_dim, dtype=torch.bfloat16, device=CUDA
         ).normal_()
         if in_fp8:
-            self.caches = torch.stack([torch.stack([rounded(part) for part in pair]) for pair in self.caches])
+            self.caches = torch.stack([torch.stack([*map(rounded, pair, (False, True))]) for pair in self.caches])
         self.query = torch.randn(self.rows, num_heads, head_dim, dtype=torch.bfloat16, device=CUDA)
         itemsize = self.caches.itemsize
         self.heads = num_kv_heads, num_heads // num_kv_heads, head_dim * itemsize, itemsize
@@ -123,11 +123,11 @@ class Case:
         return self.micros(lambda query, keys, values: kernel.attend(query, keys, values, query.shape[2] ** -0.5))
 
 
-def rounded(cache: Tensor) -> Tensor:
+def rounded(cache: Tensor, is_value: bool) -> Tensor:
     """A cache of 8-bit floats of the same content."""
     slots, heads, head_dim = cache.shape
     found = torch.zeros(slots, heads, head_dim + SCALE_BYTES, dtype=CACHE_DTYPE, device=CUDA)
-    write_rows(cache, found, torch.arange(slots, device=CUDA))
+    write_rows(cache, found, torch.arange(slots, device=CUDA), is_value=is_value)
     return found
 
 

@@ -53,8 +53,8 @@ def test_stored_rows_have_the_bytes_of_the_plain_form(num_heads, widths, dtype):
     slots = torch.randperm(63)[:40] + 1
     rows = [hard_rows(40, num_heads, width, dtype) for width in widths]
     plain = [torch.zeros(64, num_heads, width + 4, dtype=torch.uint8) for width in widths]
-    for part, cache in zip(rows, plain, strict=True):
-        write_rows(part, cache, slots)
+    for part, cache, is_value in zip(rows, plain, (False, True), strict=True):
+        write_rows(part, cache, slots, is_value=is_value)
     states = [part.transpose(0, 1)[None] for part in rows]
     own = [torch.zeros_like(cache) for cache in plain]
     if widths[0] == widths[1]:
@@ -63,9 +63,9 @@ def test_stored_rows_have_the_bytes_of_the_plain_form(num_heads, widths, dtype):
         own = [*together]
     else:
         _store_rounded(*states, *own, slots)
-    for ours, theirs in zip(own, plain, strict=True):
+    for ours, theirs, is_value in zip(own, plain, (False, True), strict=True):
         assert torch.equal(ours, theirs)
-        values, scales = parts_of(ours)
+        values, scales = parts_of(ours, is_value=is_value)
         assert values.any() and not values[0, 0].any() and not scales[0, :, 0].any(), "the null block is not written"
 
 
@@ -113,12 +113,13 @@ def test_only_the_null_block_and_those_of_chunks_are_widened():
     buckets = Buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, block_size=16))
     step = GpuStep(case, "cpu", buckets)
     widened = WidenedChunks([case.traits], [NUM_BLOCKS * 16], 16, case.dtype, torch.device("cpu"))
-    keys, _ = widened.of_step(*case.caches, StepTables.from_inputs(step.inputs))
+    keys, values = widened.of_step(*case.caches, StepTables.from_inputs(step.inputs))
     changed = keys.view(NUM_BLOCKS, -1).any(1).nonzero()[:, 0].tolist()
     wanted = {0, *(block for entry in case.layout.chunks for block in entry.block_table)}
     assert set(changed) == wanted
-    expected = Fp8Format().read(case.caches[0], case.dtype).view(NUM_BLOCKS, -1)[changed]
-    assert torch.equal(keys.view(NUM_BLOCKS, -1)[changed].nan_to_num(7), expected.nan_to_num(7))
+    for own, cache, is_value in zip((keys, values), case.caches, (False, True), strict=True):
+        expected = Fp8Format().read(cache, case.dtype, is_value).view(NUM_BLOCKS, -1)[changed]
+        assert torch.equal(own.view(NUM_BLOCKS, -1)[changed].nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_an_engine_of_graphs_answers_as_transformers_over_rounded_k_and_v(monkeypatch, tmp_path):

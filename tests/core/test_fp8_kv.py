@@ -58,14 +58,15 @@ def alone(tokens):
 # ------------------------------------------------------------------------------------------------------------ the form
 
 
-def test_a_row_is_rounded_by_its_own_largest_number():
+@pytest.mark.parametrize("is_value", [False, True], ids=["K", "V"])
+def test_a_row_is_rounded_by_its_own_largest_number(is_value):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(48, 3, 80, generator=generator) * torch.logspace(-30, 30, 48)[:, None, None]
     rows[5] = 0
     cache = torch.zeros(64, 3, 84, dtype=CACHE_DTYPE)
     slots = torch.randperm(64, generator=generator)[:48]
-    write_rows(rows, cache, slots)
-    found = Fp8Format().read(cache, torch.float32)
+    write_rows(rows, cache, slots, is_value=is_value)
+    found = Fp8Format().read(cache, torch.float32, is_value)
     assert torch.equal(found[slots], rounded(rows))
     largest = rows.abs().amax(-1, keepdim=True)
     assert ((found[slots] - rows).abs() <= largest * (16 / 448) * (1 + 1e-6)).all()

@@ -55,8 +55,8 @@ def test_stored_rows_have_the_bytes_of_the_plain_form(num_heads, widths, dtype):
     rows = [(torch.randn(200, num_heads, width, generator=generator) * sizes).to(dtype) for width in widths]
     rows[0][3] = 0
     plain = [torch.zeros(304, num_heads, width + 4, dtype=torch.uint8) for width in widths]
-    for part, cache in zip(rows, plain, strict=True):
-        write_rows(part, cache, slots)
+    for part, cache, is_value in zip(rows, plain, (False, True), strict=True):
+        write_rows(part, cache, slots, is_value=is_value)
     states = [part.transpose(0, 1)[None].to(CUDA) for part in rows]
     own = [torch.zeros_like(cache).to(CUDA) for cache in plain]
     on_gpu = [torch.zeros_like(cache).to(CUDA) for cache in plain]
@@ -66,8 +66,8 @@ def test_stored_rows_have_the_bytes_of_the_plain_form(num_heads, widths, dtype):
         store(*states, own, None, slots.to(CUDA))
     else:
         store(*states, *own, slots.to(CUDA))
-    for part, cache in zip(rows, on_gpu, strict=True):
-        write_rows(part.to(CUDA), cache, slots.to(CUDA))
+    for part, cache, is_value in zip(rows, on_gpu, (False, True), strict=True):
+        write_rows(part.to(CUDA), cache, slots.to(CUDA), is_value=is_value)
     for ours, theirs, torchs in zip(own, plain, on_gpu, strict=True):
         assert torch.equal(torchs.cpu(), theirs), "the plain form on both devices"
         assert torch.equal(ours.cpu(), theirs)
@@ -87,9 +87,9 @@ def test_rotated_keys_are_rounded_as_they_are_stored(has_norms):
     own = torch.zeros(2, 64, kv_heads, width + 4, device=CUDA, dtype=torch.uint8)
     queries = [rotate(products, *turns, norms, 1e-6, cache, slots) for cache in (plain, own)]
     assert torch.equal(*queries)
-    for part, cache in zip(plain, own, strict=True):
+    for part, cache, is_value in zip(plain, own, (False, True), strict=True):
         wanted = torch.zeros_like(cache)
-        write_rows(part[slots], wanted, slots)
+        write_rows(part[slots], wanted, slots, is_value=is_value)
         assert torch.equal(cache, wanted) and parts_of(cache)[0].any()
 
 
@@ -119,8 +119,8 @@ def test_small_and_large_values_keep_their_precision(scale):
     written = torch.zeros_like(case.caches)
     for entry, (keys, values) in zip(case.entries, case.dense, strict=True):
         slots = torch.tensor([case.slot(entry.block_table, position) for position in range(len(keys))], device=CUDA)
-        for part, states in zip(written, (keys, values), strict=True):
-            write_rows(states.to(CUDA), part, slots)
+        for part, states, is_value in zip(written, (keys, values), (False, True), strict=True):
+            write_rows(states.to(CUDA), part, slots, is_value=is_value)
     again.caches = written
     output = run(again, by_kernel=True).float().cpu() / scale
     torch.testing.assert_close(output, again.expected() / scale, atol=2e-2, rtol=2e-2)

@@ -22,12 +22,12 @@ def rounded(states):
     return (torch.round(values / step) * step * (largest * (1 / 448))).to(states.dtype)
 
 
-def kept(cache):
+def kept(cache, is_value):
     """A cache [num_slots, num_kv_heads, head_dim] in 8-bit floats, of the same content."""
     kv_formats.setdefault(CACHE_DTYPE, Fp8Format())
     width = cache.shape[2] + SCALE_BYTES
     found = torch.zeros(*cache.shape[:2], width, dtype=CACHE_DTYPE, device=cache.device)
-    write_rows(cache, found, torch.arange(len(cache), device=cache.device))
+    write_rows(cache, found, torch.arange(len(cache), device=cache.device), is_value=is_value)
     return found
 
 
@@ -36,7 +36,7 @@ class Fp8Case(PagedCase):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        caches = [kept(cache) for cache in self.caches]
+        caches = [*map(kept, self.caches, (False, True))]
         self.caches = torch.stack(caches) if isinstance(self.caches, torch.Tensor) else caches
 
     def expected(self):

@@ -120,8 +120,10 @@ class SharedDecodes:
             fresh = slots[caches[0, slots, 0, 0].isnan()]
             caches[:, fresh] = torch.randn(2, len(fresh), num_kv_heads, head_dim, generator=generator).to(dtype)
             self.slots.append(slots)
+        if in_fp8:  # read in runs of 16 slots
+            caches[1] = caches[1].nan_to_num(300.0)
         self.kept = rounded(caches) if in_fp8 else caches
-        self.caches = torch.stack([*map(kept, caches)]) if in_fp8 else caches
+        self.caches = torch.stack([*map(kept, caches, (False, True))]) if in_fp8 else caches
         self.caches = self.caches.to(self.device)
         num_rows = len(tables) + padding
         self.query = torch.randn(num_rows, num_kv_heads * groups, head_dim, generator=generator).to(dtype)

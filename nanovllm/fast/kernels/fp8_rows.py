@@ -41,7 +41,8 @@ def _rounded_bytes(values):
 
 @triton.jit
 def store_heads(
-    states, heads, dims, is_there, cache, scales, slot, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+    states, heads, dims, is_there, cache, scales, slot, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Round heads [heads, dims] of a token, float32 and 0 where nothing is, and store them to its slot.
 
@@ -50,8 +51,14 @@ def store_heads(
     group, number = slot // 16, slot % 16
     largest = tl.maximum(tl.max(tl.abs(states), 1), 7.888609052210118e-31)  # 2^-100
     rounded = _rounded_bytes(states * tl.div_rn(tl.full(largest.shape, 448.0, tl.float32), largest)[:, None])
-    to = cache + group * (16 * KV_HEADS * (HEAD_DIM + 4)) + number * (KV_HEADS * HEAD_DIM)
-    tl.store(to + heads[:, None] * HEAD_DIM + dims[None, :], rounded, mask=is_there)
+    to = cache + group * (16 * KV_HEADS * (HEAD_DIM + 4))
+    if IS_VALUE:  # those of 16 slots side by side
+        to += number
+        elements = heads[:, None] * (16 * HEAD_DIM) + 16 * dims[None, :]
+    else:
+        to += number * (KV_HEADS * HEAD_DIM)
+        elements = heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(to + elements, rounded, mask=is_there)
     to = scales + group * (4 * KV_HEADS * (HEAD_DIM + 4)) + 4 * KV_HEADS * HEAD_DIM + number
     tl.store(to + heads * 16, largest * 0.002232142857142857, mask=heads < KV_HEADS)  # 1 / 448
 
@@ -59,13 +66,13 @@ def store_heads(
 @triton.jit
 def _store_part(
     states, row_stride, head_stride, cache, scales, slot, row, heads, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
+    DIMS: tl.constexpr, IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     dims = tl.arange(0, DIMS)
     is_there = (heads < KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     at = row * row_stride + heads[:, None] * head_stride + dims[None, :]
     own = tl.load(states + at, mask=is_there, other=0.0).to(tl.float32)
-    store_heads(own, heads, dims, is_there, cache, scales, slot, KV_HEADS, HEAD_DIM)
+    store_heads(own, heads, dims, is_there, cache, scales, slot, KV_HEADS, HEAD_DIM, IS_VALUE)
 
 
 @triton.jit
@@ -79,23 +86,28 @@ def store_rows(
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     slot = tl.load(slot_mapping + row)
-    _store_part(keys, key_row, key_head, key_cache, key_scales, slot, row, heads, KV_HEADS, HEAD_DIM, DIMS)
+    _store_part(keys, key_row, key_head, key_cache, key_scales, slot, row, heads, KV_HEADS, HEAD_DIM, DIMS, False)
     _store_part(
-        values, value_row, value_head, value_cache, value_scales, slot, row, heads, KV_HEADS, VALUE_DIM, VALUE_DIMS
-    )
+        values, value_row, value_head, value_cache, value_scales, slot, row, heads, KV_HEADS, VALUE_DIM, VALUE_DIMS,
+        True,
+    )  # fmt: skip
 
 
 @triton.jit
 def _widen(
     cache, scales, to, first, head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SLOTS: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SLOTS: tl.constexpr, IS_VALUE: tl.constexpr,
 ):  # fmt: skip
     """Widen a head's rows of SLOTS slots, `first` a multiple of 16, to the same slots of a cache of plain values."""
     lanes, dims = tl.arange(0, SLOTS), tl.arange(0, DIMS)
     group, number = first // 16 + lanes // 16, lanes % 16
     is_there = (lanes >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
-    at = group * (16 * KV_HEADS * (HEAD_DIM + 4)) + (number * KV_HEADS + head) * HEAD_DIM
-    rows = tl.load(cache + at[:, None] + dims[None, :], mask=is_there, other=0.0).to(tl.float32)
+    at = group * (16 * KV_HEADS * (HEAD_DIM + 4))
+    if IS_VALUE:
+        elements = (at + head * (16 * HEAD_DIM) + number)[:, None] + 16 * dims[None, :]
+    else:
+        elements = (at + (number * KV_HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    rows = tl.load(cache + elements, mask=is_there, other=0.0).to(tl.float32)
     at = group * (4 * KV_HEADS * (HEAD_DIM + 4)) + 4 * KV_HEADS * HEAD_DIM + head * 16 + number
     rows = (rows * tl.load(scales + at)[:, None]).to(to.dtype.element_ty)
     at = ((first + lanes) * KV_HEADS + head) * HEAD_DIM
@@ -131,8 +143,8 @@ def widen_blocks(
         if (block > 0) | (entry < begin):
             for slot in range(0, BLOCK_SIZE, SLOTS):
                 first = block * BLOCK_SIZE + slot
-                _widen(key_cache, key_scales, keys, first, head, KV_HEADS, HEAD_DIM, DIMS, SLOTS)
-                _widen(value_cache, value_scales, values, first, head, KV_HEADS, VALUE_DIM, VALUE_DIMS, SLOTS)
+                _widen(key_cache, key_scales, keys, first, head, KV_HEADS, HEAD_DIM, DIMS, SLOTS, False)
+                _widen(value_cache, value_scales, values, first, head, KV_HEADS, VALUE_DIM, VALUE_DIMS, SLOTS, True)
 
 
 def _store_rounded(key: Tensor, value: Tensor, cache: Tensor, value_cache: Tensor | None, slot_mapping: Tensor) -> None:

@@ -23,6 +23,33 @@ def _offsets(lanes, dims, NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALE
 
 
 @triton.jit
+def _value_offsets(lanes, dims, NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr):
+    """As `_offsets`; 8-bit floats are transposed: [dims, TILE], since those of 16 slots lie side by side."""
+    if SCALED:
+        groups = lanes // 16 * (16 * NUM_KV_HEADS * (WIDTH + 4))
+        offsets = dims[:, None] * 16 + (groups + lanes % 16)[None, :]
+    else:
+        offsets = _offsets(lanes, dims, NUM_KV_HEADS, WIDTH, False)
+    return offsets
+
+
+@triton.jit
+def _value_mask(is_dim, is_seen, WHOLE: tl.constexpr, SCALED: tl.constexpr):
+    """Elements of a tile of values to read.
+
+    Slots out of sight are not read: NaN or infinity in them would survive the product with 0. 8-bit floats are read in
+    runs of 16 slots, of which an engine keeps those out of sight finite (`BatchLayout.blocks_to_clear`).
+    """
+    if SCALED:
+        is_there = is_dim[:, None]
+    elif WHOLE:
+        is_there = is_dim[None, :]
+    else:
+        is_there = is_seen[:, None] & is_dim[None, :]
+    return is_there
+
+
+@triton.jit
 def _load_scales(scales, slot, lanes, is_seen, NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """Scales [TILE] of a tile from `slot` on, a multiple of 16; `scales` starts at this KV head."""
     groups = slot // 16 + lanes // 16
@@ -39,10 +66,10 @@ def _scaled_query(query, scale, COMPUTED: tl.constexpr):
 
 @triton.jit
 def _scaled_sum(weights, values, scales, COMPUTED: tl.constexpr):
-    """Sum of values by weights [ROWS, TILE] and the values' scales [TILE]; weights are brought to at most 1."""
+    """Sum of values [dims, TILE] by weights [ROWS, TILE] and the values' scales [TILE]; weights become at most 1."""
     largest = tl.maximum(tl.max(scales, 0), 7.888609052210118e-31)
     weights = (weights * (scales / largest)[None, :]).to(COMPUTED)
-    return tl.dot(weights, values.to(COMPUTED), input_precision="ieee") * largest
+    return tl.dot(weights, tl.trans(values.to(COMPUTED)), input_precision="ieee") * largest
 
 
 @triton.jit
@@ -64,7 +91,7 @@ def _attend_piece(
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((ROWS, VALUE_DIMS), tl.float32)
     offsets = _offsets(lanes, dims, NUM_KV_HEADS, HEAD_DIM, SCALED)
-    value_offsets = _offsets(lanes, value_dims, NUM_KV_HEADS, VALUE_DIM, SCALED)
+    value_offsets = _value_offsets(lanes, value_dims, NUM_KV_HEADS, VALUE_DIM, SCALED)
     PAD: tl.constexpr = 64 * NUM_KV_HEADS if SCALED else 0  # bytes behind 16 slots
     # 8-bit floats become float16 in half of an instruction each, bfloat16 in more.
     COMPUTED: tl.constexpr = query.dtype if not SCALED or query.dtype == tl.float32 else tl.float16
@@ -93,8 +120,7 @@ def _attend_piece(
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights, decay = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-        # Masked slots are not read: NaN or infinity in them would survive the product with 0.
-        is_there = (value_dims < VALUE_DIM)[None, :] if WHOLE else is_seen[:, None] & (value_dims < VALUE_DIM)[None, :]
+        is_there = _value_mask(value_dims < VALUE_DIM, is_seen, WHOLE, SCALED)
         values = tl.load(value_cache + tile * VALUE_DIM + pad + value_offsets, mask=is_there, other=0.0)
         if SCALED:
             scales = _load_scales(value_scales, slot, lanes, is_seen, NUM_KV_HEADS, VALUE_DIM)
@@ -324,7 +350,8 @@ def attend_pieces(
     if number >= tl.load(pieces):
         return
     keys, values, scale = key_cache + head * HEAD_DIM, value_cache + head * VALUE_DIM, scaling * 1.4426950408889634
-    if SCALED:
+    if SCALED:  # a head's values are those of 16 slots
+        values += head * (15 * VALUE_DIM)
         key_scales += head * 16
         value_scales += head * 16
     # Two paths, though one would do: addresses of members cost up to 2 % in steps without bundles.

@@ -68,9 +68,9 @@ def rotate_and_store_heads(
         turned = rotated(keys, key_weight, at, other_at, cos, sin, epsilon, is_there, dims, HEAD_DIM, HAS_NORMS)
         if SCALED:
             turned = tl.where(is_there, turned.to(value.dtype).to(tl.float32), 0.0)
-            store_heads(turned, heads, dims, is_there, key_cache, key_scales, slot, KV_HEADS, HEAD_DIM)
+            store_heads(turned, heads, dims, is_there, key_cache, key_scales, slot, KV_HEADS, HEAD_DIM, False)
             value = value.to(tl.float32)
-            store_heads(value, heads, dims, is_there, value_cache, value_scales, slot, KV_HEADS, HEAD_DIM)
+            store_heads(value, heads, dims, is_there, value_cache, value_scales, slot, KV_HEADS, HEAD_DIM, True)
         else:
             slot *= KV_HEADS * HEAD_DIM
             tl.store(key_cache + slot + at, turned.to(key_cache.dtype.element_ty), mask=is_there)

@@ -58,7 +58,8 @@ def attend_wide_pieces(
     table, part = tables + tl.load(piece + 4), tl.load(piece + 5)
     if num_members == 0:
         return
-    if SCALED:
+    if SCALED:  # a head's values are those of 16 slots
+        value_cache += head * (15 * VALUE_DIM)
         key_scales += head * 16
         value_scales += head * 16
     attend_for_members(

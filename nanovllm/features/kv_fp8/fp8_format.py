@@ -1,10 +1,14 @@
 """K and V as 8-bit floats (e4m3): a head's row of a token is rounded by its own largest number.
 
 So a row is the same in a chunk, behind a cached prefix, after a preemption and alone, and nothing is calibrated. The
-cache of K, or of V, is [num_slots, num_kv_heads, head_dim + 4] bytes. Of each 16 slots the values come first, then the
-scales, one head after the other, so that kernels read both in whole sectors; blocks are multiples of 16::
+cache of K, or of V, is [num_slots, num_kv_heads, head_dim + 4] bytes. Of each 16 slots the elements come first, then
+the scales, so that kernels read both in whole sectors; blocks are multiples of 16::
 
-    bytes of 16 slots     values [16, num_kv_heads, head_dim] e4m3     scales [num_kv_heads, 16] float32
+    bytes of 16 slots   of K: [16, num_kv_heads, head_dim] e4m3     scales [num_kv_heads, 16] float32
+                        of V: [num_kv_heads, value_dim, 16] e4m3
+
+An attention kernel sums products over elements of K, and over slots of V: these lie side by side, since threads read no
+less than four bytes.
 
 fast/kernels/fp8_rows.py has the same for a GPU.
 """
@@ -47,32 +51,35 @@ class Fp8Format:
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
         if self._store is None or not key.is_cuda:
-            for states, part in zip((key, value), cache, strict=True):
-                write_rows(states[0].transpose(0, 1), part, slot_mapping)
+            write_rows(key[0].transpose(0, 1), cache[0], slot_mapping)
+            write_rows(value[0].transpose(0, 1), cache[1], slot_mapping, is_value=True)
         elif isinstance(cache, Tensor):
             self._store(key, value, cache, None, slot_mapping)
         else:
             self._store(key, value, *cache, slot_mapping)
 
-    def read(self, cache: Tensor, dtype: torch.dtype) -> Tensor:
-        values, scales = parts_of(cache)
+    def read(self, cache: Tensor, dtype: torch.dtype, is_value: bool) -> Tensor:
+        values, scales = parts_of(cache, is_value=is_value)
         widened = values.view(torch.float8_e4m3fn).float() * scales.transpose(1, 2)[..., None]
         return widened.to(dtype).flatten(0, 1)
 
 
-def parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a cache: values [num_slots / 16, 16, num_kv_heads, head_dim], scales [..., num_kv_heads, 16]."""
+def parts_of(cache: Tensor, *, is_value: bool = False) -> tuple[Tensor, Tensor]:
+    """Views of a cache: elements [num_slots / 16, 16, num_kv_heads, head_dim], scales [..., num_kv_heads, 16]."""
     num_slots, num_heads, width = cache.shape
     head_dim = width - SCALE_BYTES
     rows = cache.view(num_slots // SLOTS, SLOTS * num_heads * width)
     num_bytes = SLOTS * num_heads * head_dim
-    values = rows[:, :num_bytes].unflatten(1, (SLOTS, num_heads, head_dim))
+    if is_value:
+        values = rows[:, :num_bytes].unflatten(1, (num_heads, head_dim, SLOTS)).permute(0, 3, 1, 2)
+    else:
+        values = rows[:, :num_bytes].unflatten(1, (SLOTS, num_heads, head_dim))
     return values, rows[:, num_bytes:].view(torch.float32).unflatten(1, (num_heads, SLOTS))
 
 
-def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor, *, is_value: bool = False) -> None:
     """Write rows [num_tokens, num_kv_heads, head_dim] of K, or of V, to their slots."""
-    values, scales = parts_of(cache)
+    values, scales = parts_of(cache, is_value=is_value)
     rows = rows.float()
     largest = rows.abs().amax(-1).clamp(min=LEAST)
     # Tensor by tensor and a product: a number divided by a tensor, or a tensor by one, is rounded otherwise on a GPU.
