@@ -134,7 +134,7 @@ def rounded(cache: Tensor, is_value: bool) -> Tensor:
 def variants(*, in_fp8: bool) -> Iterator[DecodeSizes]:
     sizes = [(32, 4, 2), (64, 3, 4), (64, 2, 4), (32, 4, 4), (32, 3, 2)]
     if in_fp8:
-        sizes += [(64, 4, 4), (64, 4, 2), (64, 3, 2), (32, 6, 2), (32, 4, 1), (64, 5, 4)]
+        sizes += [(64, 4, 4), (64, 4, 2), (64, 3, 2), (64, 5, 2), (32, 6, 2), (32, 4, 1), (64, 5, 4)]
     for tile, num_stages, num_warps in sizes:
         yield MEASURED._replace(tile=tile, num_stages=num_stages, num_warps=num_warps)
 
