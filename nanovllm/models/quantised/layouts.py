@@ -114,31 +114,22 @@ def _of_numbers(weight: Weight, blocks: Sequence[Block], operation: str = "") ->
     return Layout(form, shape, block, shifted if has_zeros else as_stored)
 
 
-def _of_float4(weight: Weight, operation: str) -> Layout:
+def _of_float4(weight: Weight, operation: str = "") -> Layout:
     """4-bit floats, two in a byte: MXFP4, or NVFP4 with a global scale for the runs' scales."""
     weight.dtype_of("values", "U8", "I8")
     scales = _SCALES[weight.dtype_of("scales", "F8_E8M0", "U8", "F8_E4M3")]
     weight.need("values", "scales", *(() if scales == EXPONENTS else ("unit",)))
-    *rows, half = weight.shape_of("values")
     block = MX_BLOCK if scales == EXPONENTS else _NVFP4_BLOCK
-    width = 2 * half
-    weight.shape_of("scales", (*rows, width // block[1]))
-    if width % block[1]:
-        raise weight.misfit("values", f"{width} inputs are no whole runs of {block[1]}")
+    *rows, runs = (*weight.shape_of("scales"),) or (0,)
+    width = runs * block[1]
+    weight.shape_of("values", (*rows, width // 2), (*rows, runs, block[1] // 2))
     form = RowFormat("float4", width, block[1], scales, unit=unit_of(weight, operation))
     return Layout(form, (*rows, width), block, as_stored)
 
 
 def _of_experts(weight: Weight) -> Layout:
-    """GPT-OSS's experts in MXFP4: values [num_experts, rows, num_runs, 16] bytes, and an exponent of each run."""
-    weight.need("values", "scales")
-    weight.dtype_of("values", "U8")
-    weight.dtype_of("scales", "U8")
-    *rows, runs, _ = (*weight.shape_of("scales"), 0)
-    weight.shape_of("values", (*rows, runs, MX_BLOCK[1] // 2))
-    width = runs * MX_BLOCK[1]
-    form = RowFormat("float4", width, MX_BLOCK[1], EXPONENTS)
-    return Layout(form, (*rows, width), MX_BLOCK, as_stored, is_transposed=True)
+    """GPT-OSS's experts in MXFP4, a run in 16 bytes; the plain weights are [num_experts, inputs, outputs]."""
+    return replace(_of_float4(weight), is_transposed=True)
 
 
 # --------------------------------------------------------------------------------------------- compressed-tensors

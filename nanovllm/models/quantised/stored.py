@@ -7,7 +7,7 @@ put together here; missing tensors, other shapes and unknown ones are refused by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -96,8 +96,10 @@ class StoredWeights:
                 "safetensors.torch.save_file(torch.load(FILE, weights_only=True), FILE.safetensors)."
             )
         groups: dict[str, dict[str, StoredTensor]] = {}
-        for name, role, tensor in _roles(headers, checkpoint.method):
-            groups.setdefault(name, {})[role] = tensor
+        for name, tensor in headers.items():
+            plain, role = _role_of(name, checkpoint.method, headers)
+            if role is not None:
+                groups.setdefault(plain, {})[role] = tensor
         self.plain = {name: parts["values"] for name, parts in groups.items() if _is_plain(name, parts)}
         file_of = open_files()
         self.quantised = {
@@ -129,15 +131,8 @@ class StoredWeights:
         return sum(weight.num_elements for weight in found), num_bytes
 
 
-def _roles(headers: Mapping[str, StoredTensor], method: str) -> Iterator[tuple[str, str, StoredTensor]]:
-    """(name of the plain weight, role, tensor) of all tensors but scales of activations, K and V."""
-    for name, tensor in headers.items():
-        plain, role = _role_of(name, method, headers)
-        if role is not None:
-            yield plain, role, tensor
-
-
 def _role_of(name: str, method: str, headers: Mapping[str, StoredTensor]) -> tuple[str, str | None]:
+    """(name of the plain weight, role of a tensor of this name)."""
     for end, plain_end, role in NAMES[method]:
         if name.endswith(end):
             plain = name.removesuffix(end) + plain_end
