@@ -69,10 +69,10 @@ def reading(
 
 
 def check_split(source: str, folder: Path, checkpoint: Checkpoint, names: Iterable[str], config: EngineConfig) -> None:
-    """Check that ranks cut the inputs of kept layers in whole runs; one log line names those that are dequantised.
+    """Check that ranks cut the inputs of kept layers in whole runs; one log line counts the layers they dequantise.
 
     Args:
-        names: layers whose inputs are cut, or the parameters of several experts.
+        names: layers with sharded inputs, or the parameters of several experts.
 
     Raises UnsupportedModelError for one of another size, if all are to be kept.
     """

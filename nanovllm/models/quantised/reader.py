@@ -106,7 +106,7 @@ class _Entry:
 
 
 def _log_plain(weights: StoredWeights, num_kept: int) -> None:
-    """Log a line a reason for weights that are dequantised, of those that are read to be kept.
+    """Log one line a reason: weights of a kept checkpoint that are dequantised.
 
     Args:
         num_kept: weights that stay quantised; 0 if it is not known yet.

@@ -79,7 +79,7 @@ class RowFormat:
         return self.width
 
     def why_not_split(self, start: int, stop: int) -> str:
-        """Description of a run that begins before these weights of a row, or ends behind them; "" without one."""
+        """Description of a run that these weights of a row cut; "" without one."""
         is_whole = self.run == self.width or (start % self.run == 0 and stop % self.run == 0)
         return "" if is_whole else f"weights {start} to {stop} of {self.width} are no whole runs of {self.run}"
 
@@ -142,7 +142,7 @@ class RowFormat:
             return values.view(torch.float8_e5m2).float()
         if self.values == "float4":
             numbers = 0.5 * torch.tensor(DOUBLED_FLOAT4, dtype=torch.float32, device=values.device)
-            pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)  # of each byte
+            pairs = torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)  # two numbers a byte
             return pairs.index_select(0, values.flatten().int()).view(len(values), -1)
         return nibbles(values).float().sub_(0 if self.has_zeros else _ZERO_OF_SIGNED)
 

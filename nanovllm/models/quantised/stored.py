@@ -64,7 +64,7 @@ def open_files() -> FileOf:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A quantised weight in files: its tensors by role, and what they hold."""
+    """A quantised weight in files: its tensors by role, and their layout."""
 
     parts: Mapping[str, StoredTensor]
     layout: Layout
@@ -121,7 +121,7 @@ class StoredWeights:
         return quantised + sum(tensor.num_elements for tensor in self.plain.values())
 
     def kept_on(self, device: str) -> tuple[int, int]:
-        """(weights, bytes in files) of those that kernels of a type of device multiply quantised."""
+        """(number, bytes in files) of quantised weights with kernels on a type of device."""
         found = [
             weight
             for name, weight in self.quantised.items()

@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import QUANTISED_ON_LOAD
 
-# Methods whose weights are read, and kept where kernels multiply them.
+# Methods that are read; their weights are kept where kernels multiply them.
 METHODS = ("compressed-tensors", "fp8", "mxfp8", "fbgemm_fp8", "modelopt", "gptq", "awq", "mxfp4")
 
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text by the engine itself: the log-probabilities of its own tokens, in chunks that are read alone."""
+"""Perplexity of a text by the engine itself: the log-probabilities of its tokens, in chunks that are read alone."""
 
 from __future__ import annotations
 
