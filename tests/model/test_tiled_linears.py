@@ -71,7 +71,7 @@ def test_every_format_has_a_place_on_a_gpu_and_else_is_dequantised(kind, monkeyp
     monkeypatch.setattr("nanovllm.models.quantised.tiled.why_not", lambda *_, **__: None)
     layer = random_layer(kind, 32, 256, torch.randn(32), dtype=torch.bfloat16)
     placed = placed_linear(layer, CPU)
-    plain = {"FP8 blocks": torch.nn.Linear, "MXFP8": torch.nn.Linear}  # here blocks share no scales
+    plain = {"FP8 blocks": torch.nn.Linear, "MXFP8": torch.nn.Linear}
     expected = {"FP8 rows": ScaledLinear, **plain}.get(kind, TiledLinear)
     assert type(placed) is expected
     if expected is torch.nn.Linear:

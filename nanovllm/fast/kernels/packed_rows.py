@@ -42,7 +42,6 @@ _SOURCES = Path(__file__).with_name("packed_rows_cuda")
 KINDS = ("int4", "float4", "int8")  # likewise
 _SHIFTS = ("", "added", "subtracted")  # likewise
 _MACROS = ("NUMBER", "KIND", "ZERO", "SCALE", "SHIFTS", "RUN")
-_FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -133,7 +132,9 @@ def dequantised(
     _, kind, zero, _, how, run = (int(each) for each in form.split())
     values = unpack_codes(codes, KINDS[kind])[:outputs, :width]
     if KINDS[kind] == "float4":
-        numbers = torch.tensor([*_FLOAT4, *(-each for each in _FLOAT4)], device=codes.device)[values.long()]
+        last, exponent = values & 1, values >> 1 & 3
+        doubled = torch.where(exponent > 0, (2 + last) << exponent, 2 * last).float() * 0.25
+        numbers = torch.where(values > 7, -doubled, doubled)
     else:
         numbers = (values.view(torch.int8) if KINDS[kind] == "int8" else values).float() - zero
     factors = [None if each is None else _unpack_factors(each, run, outputs, width) for each in (scales, shifts)]

@@ -50,7 +50,7 @@ def reading(
     keeps = kept_on is not None and weights.kept_on(kept_on)[0] > 0
     if config.quantization == "keep" and not keeps:
         name, weight = next(iter(weights.quantised.items()))
-        reason = weight.layout.why_not_kept or f"experts have no kernel on {kept_on}"
+        reason = weight.layout.why_not_kept or f"no kernel of {kept_on} multiplies it"
         raise UnsupportedModelError(
             f"quantization is 'keep', but no weight of {source} ({checkpoint}) has a quantised form here; {name}: "
             f"{reason}. Set it to 'dequantize', or leave it out."

@@ -125,10 +125,16 @@ class StoredWeights:
         found = [
             weight
             for name, weight in self.quantised.items()
-            if weight.layout.form.has_kernel and not (device == "cuda" and ".experts." in name)
+            if weight.layout.form.has_kernel and not (device == "cuda" and _is_plain_on_gpus(name, weight))
         ]
         num_bytes = sum(part.num_bytes for weight in found for part in weight.parts.values())
         return sum(weight.num_elements for weight in found), num_bytes
+
+
+def _is_plain_on_gpus(name: str, weight: Quantised) -> bool:
+    """Whether a GPU dequantises a weight that a CPU keeps: experts, and 8-bit floats with scales of runs."""
+    form = weight.layout.form
+    return ".experts." in name or (form.values == "float8" and form.run != form.width)
 
 
 def _role_of(name: str, method: str, headers: Mapping[str, StoredTensor]) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from nanovllm.models.experts import KEPT_EXPERTS
 from nanovllm.models.quantised.blocks import QuantisedLinear
 from nanovllm.models.quantised.kept_experts import dequantise_experts
 from nanovllm.models.quantised.parts import QuantisedParts
-from nanovllm.models.quantised.scaled import BLOCK, E4M3, ScaledLinear, why_not
+from nanovllm.models.quantised.scaled import E4M3, ScaledLinear, why_not
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.packed_rows import Form
@@ -168,17 +168,15 @@ def placed_linear(linear: QuantisedLinear, device: torch.device) -> nn.Module:
 
 
 def _of_floats(parts: QuantisedParts, bias: Tensor | None) -> ScaledLinear | None:
-    """A layer of 8-bit floats with scales of outputs or of blocks; None for other runs or sizes."""
-    (outputs, width), scales = parts.values.shape, parts.scales.float()
-    has_blocks = scales.shape[1] > 1
-    if why_not(outputs, width, scales.device, has_blocks=has_blocks) is not None:
+    """A layer of 8-bit floats with a scale an output; None for other runs or sizes.
+
+    Not with scales of blocks: torch.compile does not take the product that has them (PyTorch 2.11).
+    """
+    outputs, width = parts.values.shape
+    is_whole = parts.scales.shape[1] == 1
+    if not is_whole or why_not(outputs, width, parts.values.device) is not None:
         return None
-    if has_blocks:
-        of_blocks = scales[::BLOCK].contiguous()
-        if scales.shape[1] * BLOCK != width or not torch.equal(of_blocks.repeat_interleave(BLOCK, 0), scales):
-            return None
-        scales = of_blocks
-    return ScaledLinear(parts.values.view(E4M3), scales if has_blocks else scales[:, 0].contiguous(), bias)
+    return ScaledLinear(parts.values.view(E4M3), parts.scales[:, 0].float().contiguous(), bias)
 
 
 def tiled_linear(
