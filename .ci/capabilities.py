@@ -44,6 +44,7 @@ GAINS = {
         "cpu.md#latency-goals-on-real-traffic",
         "2026-11-26",
     ),
+    "features.kv_fp8": ("32 requests at 16,000: a step 1.31 times as fast", "gpu.md#8-bit-k-and-v", "2026-11-29"),
     "features.ranks": ("two GPUs: one request 1.45, W1 1.53 times as fast", "gpu.md#two-gpus", "2026-11-23"),
     "features.speculation": (
         "edits of a text 2.99 times as fast",

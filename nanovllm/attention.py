@@ -42,7 +42,7 @@ class KVFormat(Protocol):
         ...
 
 
-kv_formats: dict[torch.dtype, KVFormat] = {}  # by the caches' dtype; of others, K and V are the model's
+kv_formats: dict[torch.dtype, KVFormat] = {}  # key: dtype of caches; others hold the model's own numbers
 
 
 def row_values(cache: Tensor) -> int:

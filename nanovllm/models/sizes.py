@@ -148,7 +148,7 @@ def kv_layers(config: Mapping[str, Any], value_bytes: int, row_bytes: int = 0) -
     """(window, bytes per token) of each layer of a text model with its own K and V.
 
     Args:
-        value_bytes, row_bytes: bytes of a value, and of what a head's row of values has beside them.
+        value_bytes, row_bytes: bytes of a value, and of other data in a head's row.
     """
     num_layers = config.get("num_hidden_layers") or config.get("n_layer") or config.get("num_layers") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1

@@ -91,7 +91,7 @@ class GpuFlexAttention:
 
     @staticmethod
     def unread_layer(layers: Sequence[AttentionLayer]) -> str | None:
-        """The first layer whose K and V are in a form that this backend does not read, in words; None without one."""
+        """Name of the first layer with K and V in a form that this backend does not read; None without one."""
         kernel = find_kernel("paged_decode", "PagedDecode")
         for index, layer in enumerate(layers):
             head_dim = max(layer.traits.head_dim, layer.traits.value_dim)

@@ -148,7 +148,7 @@ def widen_blocks(
 
 
 def _store_rounded(key: Tensor, value: Tensor, cache: Tensor, value_cache: Tensor | None, slot_mapping: Tensor) -> None:
-    """See `attention.write_states`; cache: of K and V [2, ...] or, beside that of V, of K."""
+    """See `attention.write_states`; cache: K and V in one tensor [2, ...], or in two."""
     keys, values = cache if value_cache is None else (cache, value_cache)
     _, num_heads, num_rows, head_dim = key.shape
     key, value = (part if part.stride(3) == 1 else part.contiguous() for part in (key, value))

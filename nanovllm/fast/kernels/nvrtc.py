@@ -160,7 +160,7 @@ class CudaFunction:
         The kernel itself has to wait for that one's results. Arguments are ctypes objects.
 
         Args:
-            cluster: neighbouring blocks that share a cluster; divides `num_blocks`.
+            cluster: number of neighbouring blocks in a cluster, a divisor of `num_blocks`.
             shared_bytes: less than the function's own.
         """
         shared = self._shared_bytes if shared_bytes is None else shared_bytes

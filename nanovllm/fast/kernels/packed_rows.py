@@ -1,7 +1,7 @@
 """Linear layers with packed weights of 4 or 8 bits on a GPU: `packed_rows_cuda/`.
 
 Products of few rows read the packed weight once; for more rows it is widened to a plain matrix first. Weights are laid
-out as the tensor cores' operand, so that a lane of a warp loads what it multiplies with instructions of 16 bytes.
+out as the tensor cores' operand, so that a lane of a warp loads its part with instructions of 16 bytes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from nanovllm.fast.kernels.operators import define_operator
 
 CHUNK = 64
 TILE = 16
-_FEW_ROWS = 8  # of a kernel whose blocks have a tile, each with inputs of its own
-_FEWEST_ROWS = (3, 6)  # up to which it is the faster one; if all inputs are in shared memory at once
-_MORE_ROWS = (32, 64, 128)  # of kernels for Hopper
+_FEW_ROWS = 8  # most rows of the kernel for few
+_FEWEST_ROWS = (3, 6)  # most rows for which it is faster; and if inputs fit into shared memory at once
+_MORE_ROWS = (32, 64, 128)  # sizes of the kernels for Hopper
 _FEW_PANEL = 4096  # inputs that all warps take in their turns before others are loaded
-_FEW_BLOCKS = 3  # on a multiprocessor
-_FEW_BYTES = 72 * 1024  # of shared memory, so that three blocks share a multiprocessor
-_MORE_BYTES = 200 * 1024  # of shared memory
+_FEW_BLOCKS = 3  # most blocks of a multiprocessor
+_FEW_BYTES = 72 * 1024  # a block's shared memory, so that three share a multiprocessor
+_MORE_BYTES = 200 * 1024  # a block's shared memory
 _WARPGROUPS = 4
 _GROUPS = (4, 2, 1)  # warpgroups of a block with outputs of their own
-_MAX_BLOCKS = 8  # of a portable cluster
+_MAX_BLOCKS = 8  # most blocks of a portable cluster
 _SCALES = (
     torch.float16,
     torch.bfloat16,
     torch.float32,
-)  # in the order of the source's constants
+)  # order of the source's constants
 _SOURCES = Path(__file__).with_name("packed_rows_cuda")
 KINDS = ("int4", "float4", "int8")  # likewise
 _SHIFTS = ("", "added", "subtracted")  # likewise
@@ -54,14 +54,14 @@ def why_not(device: torch.device) -> str | None:
 
 
 class Form(NamedTuple):
-    """What is compiled into the kernels of a weight.
+    """Constants that are compiled into the kernels of a weight.
 
     Attributes:
-        dtype: of inputs and outputs, bfloat16 or float16; others are computed with the dequantised weight.
-        kind: of `KINDS`.
+        dtype: bfloat16 or float16, of inputs and outputs; others are multiplied by the dequantised weight.
+        kind: a name in `KINDS`.
         zero: 8 or 0, subtracted from 4-bit integers.
         scale: dtype of scales and shifts.
-        shifts: "added" for numbers of runs that are added behind the scale, "subtracted" for zero points, or "".
+        shifts: "added" for minima of runs, "subtracted" for zero points, or "".
         run: inputs with one scale, 16, 32 or a multiple of 64; 0 if only units multiply.
     """
 
@@ -96,14 +96,16 @@ def pack_codes(codes: Tensor, kind: str) -> Tensor:
         split = split.unflatten(4, (2, 2)).permute(0, 3, 4, 2, 6, 5, 7, 8, 1)
         return split.reshape(len(split), split.shape[1], -1).contiguous()
     ordered = split.permute(0, 3, 2, 5, 4, 7, 6, 1)  # [tile, chunk, g, t, step, e, q, h]
-    if kind == "int4":
-        halves = ordered[..., 0] | ordered[..., 1] << 4
-    else:  # four magnitudes of 3 bits, and their signs from the highest bit down
-        four = ordered.flatten(-2).int()
-        places = torch.arange(4, device=codes.device, dtype=torch.int32)
-        words = ((four & 7) << 3 * places).sum(-1) + ((four >> 3) << (15 - places)).sum(-1)
-        halves = torch.stack((words & 255, words >> 8), dim=-1).to(torch.uint8)
+    is_float = kind == "float4"
+    halves = _float4_words(ordered.flatten(-2).int()) if is_float else ordered[..., 0] | ordered[..., 1] << 4
     return halves.reshape(len(halves), halves.shape[1], -1).contiguous()
+
+
+def _float4_words(four: Tensor) -> Tensor:
+    """[..., 4] codes -> [..., 2] bytes: four magnitudes of 3 bits, and their signs from the highest bit down."""
+    places = torch.arange(4, device=four.device, dtype=torch.int32)
+    words = ((four & 7) << 3 * places).sum(-1) + ((four >> 3) << (15 - places)).sum(-1)
+    return torch.stack((words & 255, words >> 8), dim=-1).to(torch.uint8)
 
 
 def unpack_codes(packed: Tensor, kind: str) -> Tensor:
@@ -130,13 +132,7 @@ def dequantised(
 ) -> Tensor:  # fmt: skip
     """The weight [outputs, width] float32 of packed parts, on any device."""
     _, kind, zero, _, how, run = (int(each) for each in form.split())
-    values = unpack_codes(codes, KINDS[kind])[:outputs, :width]
-    if KINDS[kind] == "float4":
-        last, exponent = values & 1, values >> 1 & 3
-        doubled = torch.where(exponent > 0, (2 + last) << exponent, 2 * last).float() * 0.25
-        numbers = torch.where(values > 7, -doubled, doubled)
-    else:
-        numbers = (values.view(torch.int8) if KINDS[kind] == "int8" else values).float() - zero
+    numbers = _numbers(unpack_codes(codes, KINDS[kind])[:outputs, :width], KINDS[kind]) - zero
     factors = [None if each is None else _unpack_factors(each, run, outputs, width) for each in (scales, shifts)]
     if factors[1] is not None and _SHIFTS[how] == "subtracted":
         numbers = numbers - factors[1]
@@ -145,6 +141,15 @@ def dequantised(
     if factors[0] is not None:
         numbers = numbers * factors[0]
     return numbers + factors[1] if factors[1] is not None and _SHIFTS[how] == "added" else numbers
+
+
+def _numbers(codes: Tensor, kind: str) -> Tensor:
+    if kind != "float4":
+        return (codes.view(torch.int8) if kind == "int8" else codes).float()
+    last = codes & 1
+    exponent = codes >> 1 & 3
+    magnitudes = torch.where(exponent > 0, (2 + last) << exponent, 2 * last).float() * 0.25
+    return torch.where(codes > 7, -magnitudes, magnitudes)
 
 
 def _unpack_factors(packed: Tensor, run: int, outputs: int, width: int) -> Tensor:
@@ -269,7 +274,7 @@ def _packed_linear(
     """states [..., width] times the transposed weight, plus the bias: [..., outputs].
 
     Args:
-        codes, scales, shifts: of `pack_codes` and `pack_factors`.
+        codes, scales, shifts: results of `pack_codes` and `pack_factors`.
         units: [outputs] float32.
         form: text of the weight's `Form`.
     """

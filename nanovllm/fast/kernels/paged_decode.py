@@ -46,7 +46,7 @@ class DecodeSizes(NamedTuple):
 # Measured on an H200 (sm_90; bfloat16, heads of 128). Other GPUs scale with their multiprocessors; shared memory limits
 # tiles and stages.
 MEASURED = DecodeSizes()
-SCALED = DecodeSizes(tile=64)  # for K and V in 8-bit floats: tiles of as many bytes
+SCALED = DecodeSizes(tile=64)  # 8-bit K and V: tiles of as many bytes
 
 
 class WideSizes(NamedTuple):

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _offsets(lanes, dims, NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr):
-    """Offsets of a tile's rows [TILE, dims] of one head; behind 16 slots of 8-bit floats lie their scales."""
+    """Offsets of a tile's rows [TILE, dims] of one head; scales follow every 16 slots of 8-bit floats."""
     offsets = lanes[:, None] * (NUM_KV_HEADS * WIDTH) + dims[None, :]
     if SCALED:
         offsets += (lanes // 16 * (64 * NUM_KV_HEADS))[:, None]
@@ -92,7 +92,7 @@ def _attend_piece(
     output = tl.zeros((ROWS, VALUE_DIMS), tl.float32)
     offsets = _offsets(lanes, dims, NUM_KV_HEADS, HEAD_DIM, SCALED)
     value_offsets = _value_offsets(lanes, value_dims, NUM_KV_HEADS, VALUE_DIM, SCALED)
-    PAD: tl.constexpr = 64 * NUM_KV_HEADS if SCALED else 0  # bytes behind 16 slots
+    PAD: tl.constexpr = 64 * NUM_KV_HEADS if SCALED else 0  # bytes after 16 slots
     # 8-bit floats become float16 in half of an instruction each, bfloat16 in more.
     COMPUTED: tl.constexpr = query.dtype if not SCALED or query.dtype == tl.float32 else tl.float16
     if SCALED:

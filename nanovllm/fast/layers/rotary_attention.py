@@ -118,7 +118,7 @@ class RotaryAttention(nn.Module):
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """The device of a module, whose weights may be quantised: buffers, not parameters."""
+    """Device of a module; quantised weights are buffers, not parameters."""
     return next(chain(module.parameters(), module.buffers())).device
 
 

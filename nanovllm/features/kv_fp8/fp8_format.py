@@ -1,6 +1,6 @@
 """K and V as 8-bit floats (e4m3): a head's row of a token is rounded by its own largest number.
 
-So a row is the same in a chunk, behind a cached prefix, after a preemption and alone, and nothing is calibrated. The
+So a row is the same in a chunk, after a cached prefix, after a preemption and alone, and nothing is calibrated. The
 cache of K, or of V, is [num_slots, num_kv_heads, head_dim + 4] bytes. Of each 16 slots the elements come first, then
 the scales, so that kernels read both in whole sectors; blocks are multiples of 16::
 
@@ -29,9 +29,9 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.extras import is_installed
 
 CACHE_DTYPE = torch.uint8
-SLOTS = 16  # slots whose values lie together
+SLOTS = 16  # slots with values next to each other
 SCALE_BYTES = 4
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # largest number of e4m3
 LEAST = 2.0**-100  # a row without larger numbers is zero
 
 logger = logging.getLogger("nanovllm")
@@ -91,7 +91,7 @@ def write_rows(rows: Tensor, cache: Tensor, slot_mapping: Tensor, *, is_value: b
 
 
 def use_format(binding: Any, config: EngineConfig) -> None:
-    """Keep the K and V of a hooked model, whose caches are not allocated yet, in this format.
+    """Keep the K and V of a hooked model in this format; its caches are not allocated yet.
 
     Raises ValueError for another device, and for a model without K and V.
     """

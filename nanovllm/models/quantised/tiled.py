@@ -29,12 +29,12 @@ _TILE = 16  # outputs that the kernels take together
 
 
 class TiledLinear(nn.Module):
-    """A linear layer whose weight is packed for `fast/kernels/packed_rows.py`; outputs have the input's dtype.
+    """A linear layer with a weight that is packed for `packed_rows.py`; outputs have the input's dtype.
 
     Args:
-        form: what its kernels are compiled for.
+        form: constants of its kernels.
         sizes: (out_features, in_features).
-        codes, scales, shifts: packed; no scales if only units multiply.
+        codes, scales, shifts: the packed weight; None for scales if only units multiply.
         units: [out_features] float32 or None.
         bias: [out_features] or None.
     """
@@ -116,7 +116,7 @@ def why_not_packed(device: torch.device) -> str | None:
 
 
 def place(model: nn.Module, device: torch.device) -> None:
-    """Replace quantised linear layers by those of a GPU, one after another; the log tells what runs how.
+    """Replace quantised linear layers by those of a GPU, one after another; the log counts them by kernel.
 
     Layers without a kernel and routed experts are dequantised; other modules stay where they are.
     """
@@ -145,7 +145,7 @@ def place(model: nn.Module, device: torch.device) -> None:
         compile_kernels(form, device)
     if counts:
         logger.info("quantised layers by %s", ", ".join(f"{what}: {count}" for what, count in counts.items()))
-    if num_slow:  # in float32
+    if num_slow:  # activations are float32
         logger.warning("%d layers have no kernel for their quantised weights: each step dequantises them", num_slow)
 
 
@@ -186,34 +186,46 @@ def tiled_linear(
     from nanovllm.fast.kernels.packed_rows import Form, pack_codes, pack_factors
 
     outputs, width = parts.values.shape
-    runs = _in_longer_runs(parts)
-    run = width // runs.scales.shape[1]
-    has_run = run < width or runs.minima is not None or runs.zeros is not None
-    least = math.gcd(run, _CHUNK) if has_run else _LEAST_RUN
-    if least < _LEAST_RUN or width % _LEAST_RUN:
+    runs = _runs_of(parts)
+    if runs is None or width % _LEAST_RUN:
         return None
-    if has_run and run % _CHUNK:  # of 16 or 32, or parts of longer ones
-        runs = _repeated(runs, run // least)
-        run = least
     kind = "int8" if parts.num_bits > 4 else "float4" if parts.is_float else "int4"
     numbers = torch.float16 if dtype == torch.float16 else torch.bfloat16
     units = None if parts.units is None else parts.units[:, 0].float().contiguous()
-    if not has_run:
-        scales = runs.scales[:, 0].float()
-        form = Form(numbers, kind, 0, torch.float32, "", 0)
-        codes = pack_codes(parts.values.view(torch.uint8), kind)
-        return TiledLinear(form, (outputs, width), codes, units=scales if units is None else scales * units, bias=bias)
-    scales = runs.scales * 2 if kind == "float4" else runs.scales  # parts hold half of them
+    run = width // runs.scales.shape[1]
     zero, how, shifts = _shifts_of(runs, kind)
-    kept = torch.float32 if shifts is not None and shifts.dtype != scales.dtype else scales.dtype
-    if all(each is None or torch.equal(each.to(numbers).float(), each.float()) for each in (scales, shifts)):
-        kept = numbers  # pairs of weights are widened together
-    packed = pack_factors(scales.to(kept), run)
-    packed_shifts = None if shifts is None else pack_factors(shifts.to(kept), run)
+    packed = packed_shifts = None
+    kept = torch.float32
+    if run == width and not how:
+        units = runs.scales[:, 0].float() if units is None else runs.scales[:, 0].float() * units
+        run = 0
+    else:
+        scales = runs.scales * 2 if kind == "float4" else runs.scales  # parts hold half of them
+        kept = _dtype_of(scales, shifts, numbers)
+        packed = pack_factors(scales.to(kept), run)
+        packed_shifts = None if shifts is None else pack_factors(shifts.to(kept), run)
     codes = pack_codes(parts.values.view(torch.uint8), kind)
-    return TiledLinear(
-        Form(numbers, kind, zero, kept, how, run), (outputs, width), codes, packed, packed_shifts, units, bias
-    )
+    form = Form(numbers, kind, zero, kept, how, run)
+    return TiledLinear(form, (outputs, width), codes, packed, packed_shifts, units, bias)
+
+
+def _runs_of(parts: QuantisedParts) -> QuantisedParts | None:
+    """The same in runs that the kernels have: a row, 16, 32, or a multiple of 64; None if there are none."""
+    runs = _in_longer_runs(parts)
+    run = parts.values.shape[1] // runs.scales.shape[1]
+    if run == parts.values.shape[1] and runs.minima is None and runs.zeros is None:
+        return runs
+    least = math.gcd(run, _CHUNK)
+    if least < _LEAST_RUN:
+        return None
+    return _repeated(runs, run // least) if run % _CHUNK else runs
+
+
+def _dtype_of(scales: Tensor, shifts: Tensor | None, numbers: torch.dtype) -> torch.dtype:
+    """The dtype of packed factors: that of numbers if it holds them, so that pairs of weights are widened together."""
+    if all(each is None or torch.equal(each.to(numbers).float(), each.float()) for each in (scales, shifts)):
+        return numbers
+    return torch.float32 if shifts is not None and shifts.dtype != scales.dtype else scales.dtype
 
 
 def _shifts_of(parts: QuantisedParts, kind: str) -> tuple[int, str, Tensor | None]:
