@@ -11,15 +11,17 @@ import time
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from nanovllm.attention import AttentionLayer
 from nanovllm.fast.host import memory as host_memory
 from nanovllm.fast.host.gc_control import collector_paused
 from nanovllm.fast.host.memory import PIECE_BYTES, RESERVE_BYTES, LazyMemory
 from nanovllm.kv_cache import KVCaches
+from nanovllm.layout import LayerTraits
 from tests.support import async_llms
 from tests.support.async_llms import bounded, comes_true
 from tests.support.llms import GREEDY, generate, open_llm, token_ids
@@ -36,8 +38,8 @@ BLOCKS = {"num_kv_blocks": NUM_SLOTS // 16}
 
 @contextmanager
 def pool(num_layers=2, num_slots=NUM_SLOTS):
-    traits = SimpleNamespace(num_kv_heads=3, head_dim=64, value_dim=64, shares=None, shares_of=lambda index: index)
-    layers = [SimpleNamespace(traits=traits, dtype=torch.float32) for _ in range(num_layers)]
+    traits = LayerTraits(3, 3, 64, 64)
+    layers = [AttentionLayer(nn.Identity(), traits, torch.float32, 1.0) for _ in range(num_layers)]
     caches = KVCaches(layers, torch.device("cpu"))
     caches.memory = LazyMemory()
     caches.allocate(num_slots)
