@@ -38,7 +38,7 @@ def in_child(call):
         try:
             torch.set_num_threads(1)  # as the refusal says
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(10)
+            signal.alarm(60)  # a whole collection copies the heap, page by page
             result = call()
             os.write(writes, result if isinstance(result, bytes) else b"")
             status = 0
