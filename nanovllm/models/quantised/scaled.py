@@ -40,7 +40,22 @@ def why_not(num_outputs: int, num_inputs: int, device: torch.device, *, has_bloc
     return None
 
 
-class ScaledLinear(nn.Module):
+class PlacedLinear(nn.Module):
+    """A quantised linear layer in a GPU's own form, which has no plain weight."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("quantised weights are not loaded from a state dict. Load the model without quantization.")
+
+    @property
+    def weight(self) -> NoReturn:
+        # Not AttributeError, which `nn.Module` would report as a missing attribute.
+        raise UnsupportedModelError(
+            "a module of this model reads the weight of a linear layer by itself, which is quantised. "
+            'Set quantization="dequantize".'
+        )
+
+
+class ScaledLinear(PlacedLinear):
     """A linear layer with e4m3 weights and rounded inputs; outputs have the input's dtype.
 
     Args:
@@ -114,17 +129,6 @@ class ScaledLinear(nn.Module):
             return self.values.float() * scales[:, None]
         wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         return self.values.float() * wide[:, : self.in_features]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("quantised weights are not loaded from a state dict. Load the model without quantization.")
-
-    @property
-    def weight(self) -> NoReturn:
-        # Not AttributeError, which `nn.Module` would report as a missing attribute.
-        raise UnsupportedModelError(
-            "a module of this model reads the weight of a linear layer by itself, which is quantised. "
-            'Set quantization="dequantize".'
-        )
 
     def extra_repr(self) -> str:
         blocks = " in blocks" * (self.scales.dim() - 1)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.errors import UnsupportedModelError
 from nanovllm.models.experts import KEPT_EXPERTS
 from nanovllm.models.quantised.blocks import QuantisedLinear
 from nanovllm.models.quantised.kept_experts import dequantise_experts
 from nanovllm.models.quantised.parts import QuantisedParts
-from nanovllm.models.quantised.scaled import E4M3, ScaledLinear, why_not
+from nanovllm.models.quantised.scaled import E4M3, PlacedLinear, ScaledLinear, why_not
 
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.packed_rows import Form
@@ -28,7 +27,7 @@ _CHUNK = 64  # inputs that the kernels take together, of runs that divide it or 
 _TILE = 16  # outputs that the kernels take together
 
 
-class TiledLinear(nn.Module):
+class TiledLinear(PlacedLinear):
     """A linear layer with a weight that is packed for `packed_rows.py`; outputs have the input's dtype.
 
     Args:
@@ -88,17 +87,6 @@ class TiledLinear(nn.Module):
 
         parts = self.codes, self.scales, self.shifts, self.units
         return dequantised(*parts, self.out_features, self.in_features, self.form.text)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("quantised weights are not loaded from a state dict. Load the model without quantization.")
-
-    @property
-    def weight(self) -> NoReturn:
-        # Not AttributeError, which `nn.Module` would report as a missing attribute.
-        raise UnsupportedModelError(
-            "a module of this model reads the weight of a linear layer by itself, which is quantised. "
-            'Leave quantization out, or set it to "dequantize".'
-        )
 
     def extra_repr(self) -> str:
         form = self.form
