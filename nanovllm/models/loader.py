@@ -163,11 +163,9 @@ def kernels_of(device: torch.device, *, is_sharded: bool) -> str:
         return device.type
     if is_sharded:
         return "several GPUs"
-    from nanovllm.models.quantised.scaled import why_not
     from nanovllm.models.quantised.tiled import why_not_packed
 
-    has_products = why_not_packed(device) is None or why_not(16, 16, device) is None
-    return device.type if has_products else "this GPU"
+    return device.type if why_not_packed(device) is None else "this GPU"
 
 
 def _reader(
