@@ -1,10 +1,14 @@
 """Layers of packed 4- and 8-bit weights on a GPU: products of any number of rows, and engines whose layers are such."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.fast.kernels.packed_rows import why_not
+from nanovllm.fast.kernels.packed_rows import Rest, fits, fused_product, why_not
+from nanovllm.fast.layers.packed_layers import PackedLayer
 from nanovllm.models.quantised import tiled
 from nanovllm.models.quantised.on_load import quantise_model
 from nanovllm.models.quantised.scaled import ScaledLinear
@@ -41,6 +45,35 @@ def test_products_of_any_number_of_rows_are_those_of_float64(kind, sizes, dtype)
         assert torch.equal(apart[-1], output[0]), f"a row among {count} others depends on its place"
 
 
+@pytest.mark.parametrize("sizes", [(96, 128), (1024, 2944), (4096, 12288)], ids=str)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "W4 zeros", "MXFP4", "int8"])
+def test_norms_gates_and_sums_in_a_products_launch_are_those_of_float64(kind, sizes):
+    torch.manual_seed(0)
+    outputs, width = sizes
+    layer = tiled.tiled_linear(random_layer(kind, outputs, width, None).quantised_parts()).cuda()
+    weight = layer.dequantise().double()
+    norm = torch.rand(width, device="cuda", dtype=torch.bfloat16) + 0.5
+    parts = layer.codes, layer.scales, layer.shifts, layer.units
+    for count, real in ((1, 1), (4, 1), (5, 5), (8, 6)):
+        states = torch.randn(count, width, device="cuda", dtype=torch.bfloat16)
+        residual = torch.randn(count, outputs, device="cuda", dtype=torch.bfloat16)
+        slots = torch.tensor([7] * real + [0] * (count - real), device="cuda")
+        run = partial(fused_product, states, parts, None, outputs, layer.form.text)
+        summed = run(Rest(residual=residual, slots=slots))
+        assert_near(summed, states.double() @ weight.T + residual.double(), real)
+        if fits(count, width, layer.form.text):
+            products = F.rms_norm(states.double(), (width,), norm.double(), 1e-5).bfloat16().double() @ weight.T
+            assert_near(run(Rest(norm=norm, epsilon=1e-5, slots=slots)), products, real)
+            gate, up = products.chunk(2, dim=-1)
+            assert_near(run(Rest(norm=norm, epsilon=1e-5, slots=slots, gated=True)), F.silu(gate) * up, real)
+
+
+def assert_near(output, expected, num_real):
+    distances = (output.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert distances[:num_real].max() < 8e-3
+    assert not output[num_real:].any(), "rows of padding are no zeros"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"), "qwen3")
@@ -60,6 +93,20 @@ def placed(monkeypatch):
     return found
 
 
+@pytest.fixture
+def fused(monkeypatch):
+    """Numbers of rows of layers that ran in the launches of their products."""
+    found = []
+
+    def recorded(self, states, *args):
+        found.append(states.shape[1])
+        return run(self, states, *args)
+
+    run = PackedLayer.fused
+    monkeypatch.setattr(PackedLayer, "fused", recorded)
+    return found
+
+
 def answers(folder, prompts, quantization, **options):
     options = {"block_size": 16, "num_kv_blocks": 200, "max_model_len": 256, "max_num_seqs": 8} | options
     with LLM(folder, tokenizer=tiny_tokenizer(), quantization=quantization, device="cuda", **options) as llm:
@@ -76,10 +123,11 @@ def answers(folder, prompts, quantization, **options):
     ids=["graphs", "eager", "chunks", "preemption", "drafts"],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_answers_as_the_dequantised_model(folder, options, quantization, dtype, placed):
+def test_an_engine_answers_as_the_dequantised_model(folder, options, quantization, dtype, placed, fused):
     prompts = random_prompts(6, low=40, high=70)
     found, logprobs = answers(folder, prompts, quantization, dtype=dtype, **options)
     assert placed.count(tiled.TiledLinear) == 15
+    assert bool(fused) == (dtype == "bfloat16" and "enforce_eager" not in options)
     model = tiny_model("qwen3").to(getattr(torch, dtype)).cuda()
     quantise_model(model, quantization, "cuda")  # of the weights as the engine has them
     model = model.float()  # dequantises them in each pass
@@ -88,7 +136,9 @@ def test_an_engine_answers_as_the_dequantised_model(folder, options, quantizatio
             logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
         right = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
         ours = torch.tensor([each[token].logprob for each, token in zip(own, tokens, strict=True)])
-        torch.testing.assert_close(ours, right, atol=1e-4 if dtype == "float32" else 0.25, rtol=0)
+        differences = (ours - right).abs()
+        assert differences.max() < (1e-4 if dtype == "float32" else 0.5)
+        assert differences.mean() < (1e-4 if dtype == "float32" else 0.1)  # in bfloat16 a wrong product shows in each
         if dtype == "float32":
             assert logits.argmax(-1).tolist() == tokens
 

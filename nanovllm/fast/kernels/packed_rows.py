@@ -7,9 +7,9 @@ out as the tensor cores' operand, so that a lane of a warp loads its part with i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_int, c_void_p
+from ctypes import c_float, c_int, c_void_p
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +23,15 @@ from nanovllm.fast.kernels.operators import define_operator
 
 CHUNK = 64
 TILE = 16
-_FEW_ROWS = 8  # most rows of the kernel for few
+FEW_ROWS = 8  # most rows of the kernel for few
 _FEWEST_ROWS = (3, 6)  # most rows for which it is faster; and if inputs fit into shared memory at once
 _MORE_ROWS = (32, 64, 128)  # sizes of the kernels for Hopper
 _FEW_PANEL = 4096  # inputs that all warps take in their turns before others are loaded
 _FEW_BLOCKS = 3  # most blocks of a multiprocessor
-_FEW_BYTES = 72 * 1024  # a block's shared memory, so that three share a multiprocessor
+_FEW_SLOTS = 3  # pairs of chunks of a warp on their way
+_FEW_OWN_BYTES = 11 * 1024  # static shared memory of a block, and the system's
+_FEW_BYTES = 66 * 1024  # most shared memory for inputs, if they need not be there at once
+_MOST_FEW_BYTES = 217 * 1024  # most shared memory that a block can allocate at its launch
 _MORE_BYTES = 200 * 1024  # a block's shared memory
 _WARPGROUPS = 4
 _GROUPS = (4, 2, 1)  # warpgroups of a block with outputs of their own
@@ -174,14 +177,24 @@ class _Weights(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        ("weights", _Weights), *((name, c_void_p) for name in ("states", "bias", "output")),
-        ("rows", c_int), ("panel", c_int),
+        ("weights", _Weights),
+        *((name, c_void_p) for name in ("states", "bias", "output", "norm", "residual", "slots")),
+        ("rows", c_int), ("bytes", c_int), ("epsilon", c_float), ("gated", c_int),
     ]  # fmt: skip
 
 
 @cache
 def _few(form: str, device: torch.device) -> nvrtc.CudaFunction:
-    return _function("2_few.cu", "few_packed_rows", form, {}, device, 256, _FEW_BYTES)
+    own = {"PANEL": _FEW_PANEL, "SLOTS": _FEW_SLOTS, "BLOCKS": _FEW_BLOCKS}
+    return _function("2_few.cu", "few_packed_rows", form, own, device, 256, _MOST_FEW_BYTES)
+
+
+@cache
+def _few_slot_bytes(form: str) -> int:
+    """Shared memory of a block for weights on their way."""
+    _, kind, _, scale, shifts, run = (int(each) for each in form.split())
+    factors = max(1, CHUNK // run) * 2 * (4 if _SCALES[scale] == torch.float32 else 2) if run else 0
+    return 8 * _FEW_SLOTS * 2 * 32 * (16 * (2 if KINDS[kind] == "int8" else 1) + factors * (2 if shifts else 1))
 
 
 @cache
@@ -214,13 +227,13 @@ def _function(
 
 def max_rows(device: torch.device) -> int:
     """Rows of a product that reads the packed weight."""
-    return _MORE_ROWS[-1] if torch.cuda.get_device_capability(device)[0] == 9 else _FEW_ROWS
+    return _MORE_ROWS[-1] if torch.cuda.get_device_capability(device)[0] == 9 else FEW_ROWS
 
 
 def compile_kernels(form: Form, device: torch.device) -> None:
     """Make all kernels of a form, which is not possible while a graph is captured."""
     calls: list[Callable[[], object]] = [partial(_few, form.text, device), partial(_widening, form.text, device)]
-    if max_rows(device) > _FEW_ROWS:
+    if max_rows(device) > FEW_ROWS:
         calls += [partial(_more, form.text, rows, groups, device) for rows in _MORE_ROWS for groups in _GROUPS]
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda call: call(), calls))
@@ -246,25 +259,70 @@ def _blocks_of(num_blocks: int, num_chunks: int, device: torch.device) -> int:
     return blocks
 
 
+class Rest(NamedTuple):
+    """Further parts of a layer in the launch of a product of few rows.
+
+    Attributes:
+        norm: [width], weight of an RMS norm of the rows; None without.
+        epsilon: the norm's.
+        residual: [rows, outputs], added to the outputs.
+        slots: [rows] int64, slots of K and V, 0 for padding, which comes last: its outputs are zeros.
+        gated: the first half of the products are gates: outputs are silu(gate) * up.
+    """
+
+    norm: Tensor | None = None
+    epsilon: float = 0.0
+    residual: Tensor | None = None
+    slots: Tensor | None = None
+    gated: bool = False
+
+
+_NOTHING = Rest()
+
+
+def fits(num_rows: int, width: int, form: str) -> bool:
+    """Whether so many rows can be normalised in a product's launch."""
+    needed = _few_slot_bytes(form) + _few_bytes(num_rows, width, has_norm=True)
+    return num_rows <= FEW_ROWS and needed <= _MOST_FEW_BYTES
+
+
+def _few_bytes(num_rows: int, width: int, *, has_norm: bool) -> int:
+    """Shared memory for whole rows."""
+    whole = -(-width // _FEW_PANEL) * _FEW_PANEL
+    return num_rows * (2 * whole + 16) + 2 * whole * has_norm
+
+
+def _multiply_few(
+    rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tensor, form: str, rest: Rest = _NOTHING
+) -> None:
+    """Write the products of up to `FEW_ROWS` rows [num_rows, width], and the rest, to the output."""
+    needed = _few_bytes(len(rows), weights.width, has_norm=rest.norm is not None)
+    of_inputs = needed if rest.norm is not None else min(needed, _FEW_BYTES)
+    parts = rows, bias, output, rest.norm, rest.residual, rest.slots
+    pointers = (None if part is None else part.data_ptr() for part in parts)
+    call = _Call(weights, *pointers, len(rows), of_inputs, rest.epsilon, int(rest.gated))
+    shared = _few_slot_bytes(form) + of_inputs
+    properties = torch.cuda.get_device_properties(rows.device)
+    at_once = min(_FEW_BLOCKS, properties.shared_memory_per_multiprocessor // (shared + _FEW_OWN_BYTES))
+    units = -(-weights.outputs // TILE) // (2 if rest.gated else 1)
+    num_blocks = min(units, max(1, at_once) * properties.multi_processor_count)
+    _few(form, rows.device).launch_early(num_blocks, call, shared_bytes=shared)
+
+
 def _multiply(rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tensor, form: str) -> None:
     """Write the products of a number of rows up to `max_rows`, [rows, outputs]."""
     device = rows.device
     count = len(rows)
-    pointers = rows.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr()
-    whole = -(-weights.width // _FEW_PANEL) * _FEW_PANEL
-    most = _FEWEST_ROWS[count * (2 * whole + 16) <= _FEW_BYTES] if max_rows(device) > _FEW_ROWS else _FEW_ROWS
-    if count <= most:
-        panel = next(size for size in range(whole, 0, -_FEW_PANEL) if count * (2 * size + 16) <= _FEW_BYTES)
-        shared = count * (2 * panel + 16)
-        call = _Call(weights, *pointers, count, panel)
-        num_blocks = min(-(-weights.outputs // TILE), _FEW_BLOCKS * _num_processors(device))
-        _few(form, device).launch_early(num_blocks, call, shared_bytes=shared)
+    is_whole = _few_bytes(count, weights.width, has_norm=False) <= _FEW_BYTES
+    if count <= (_FEWEST_ROWS[is_whole] if max_rows(device) > FEW_ROWS else FEW_ROWS):
+        _multiply_few(rows, weights, bias, output, form)
         return
     groups = 1 if count <= _MORE_ROWS[0] else _groups_of(weights.outputs, device)
     num_blocks = -(-weights.outputs // (64 * groups))
     blocks = _blocks_of(num_blocks, weights.chunks, device)
     function = _more(form, next(each for each in _MORE_ROWS if each >= count), groups, device)
-    function.launch_early(num_blocks * blocks, _Call(weights, *pointers, count, 0), cluster=blocks)
+    pointers = rows.data_ptr(), None if bias is None else bias.data_ptr(), output.data_ptr()
+    function.launch_early(num_blocks * blocks, _Call(weights, *pointers, rows=count), cluster=blocks)
 
 
 def _packed_linear(
@@ -295,6 +353,25 @@ def _packed_linear(
         return output
     with torch.cuda.device(states.device):
         _multiply(rows, weights, bias, output, form)
+    return output
+
+
+def fused_product(
+    states: Tensor, parts: Sequence[Tensor | None], bias: Tensor | None, outputs: int, form: str, rest: Rest
+) -> Tensor:
+    """The product of up to `FEW_ROWS` rows [num_rows, width] with the rest of a layer, in one launch.
+
+    Args:
+        states: rows of the form's dtype, on a GPU; a norm has to fit (`fits`).
+        parts: codes, scales, shifts and units; these and others as of `packed_linear`.
+    """
+    codes, scales, shifts, units = parts
+    assert codes is not None
+    rows = states.contiguous()
+    output = states.new_empty(len(rows), outputs // 2 if rest.gated else outputs)
+    weights = _weights(codes, scales, shifts, units, outputs, rows.shape[1])
+    with torch.cuda.device(states.device):
+        _multiply_few(rows, weights, bias, output, form, rest)
     return output
 
 

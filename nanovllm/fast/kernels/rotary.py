@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.fast.kernels.fp8_rows import store_heads
 from nanovllm.fast.kernels.operators import define_operator
@@ -40,12 +41,15 @@ def rotate_and_store_heads(
     products, query_weight, key_weight, cosines, sines, slot_mapping, query, key_cache, value_cache, key_scales,
     value_scales, epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, AT_ONCE: tl.constexpr,
-    HAS_NORMS: tl.constexpr, SCALED: tl.constexpr,
+    HAS_NORMS: tl.constexpr, SCALED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program processes AT_ONCE heads of one row: of the queries, or of keys and values.
 
     SCALED: K and V are stored as 8-bit floats, with scales as `fp8_rows` has them.
     """
+    if OVERLAPS:  # this kernel may start before the previous one ends, and the next before this one ends
+        gdc_wait()
+        gdc_launch_dependents()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims, heads = tl.arange(0, DIMS), part * AT_ONCE + tl.arange(0, AT_ONCE)
     is_dim = dims < HEAD_DIM
@@ -105,11 +109,12 @@ def _rotate_and_store(
     at_once = max(1, _ELEMENTS_AT_ONCE // dims)
     grid = (num_rows, -(-num_heads // at_once) - (-num_kv_heads // at_once))
     query_weight, key_weight = norms or (products, products)
+    overlaps = products.is_cuda and torch.cuda.get_device_capability(products.device) >= (9, 0)
     with torch.cuda.device(products.device):
         rotate_and_store_heads[grid](
             products, query_weight, key_weight, cosines, sines, slot_mapping, query, cache[0], cache[1], *scales,
-            epsilon, num_heads, num_kv_heads, head_dim, dims, at_once, bool(norms), is_scaled,
-            num_warps=2 if num_rows < _MANY_ROWS else 1,
+            epsilon, num_heads, num_kv_heads, head_dim, dims, at_once, bool(norms), is_scaled, overlaps,
+            launch_pdl=overlaps, num_warps=2 if num_rows < _MANY_ROWS else 1,
         )  # fmt: skip
     return query
 

@@ -23,7 +23,8 @@ from nanovllm.fast.layers.decoder_block import Parts, check_plain_cache, describ
 from nanovllm.fast.layers.distances import check_change, difference_of_rows, in_another_way, rewriting
 from nanovllm.fast.layers.kernel_layers import KernelLayer, KernelLayers
 from nanovllm.fast.layers.layer_equations import LayerEquations
-from nanovllm.fast.layers.merged_linears import is_plain_linear
+from nanovllm.fast.layers.merged_linears import MergedJoined, is_plain_linear
+from nanovllm.fast.layers.packed_layers import PackedLayers
 from nanovllm.model import Change
 
 logger = logging.getLogger("nanovllm")
@@ -233,7 +234,7 @@ def uncompiled_calls(
     *,
     compare: Callable[..., None],
 ) -> dict[nn.Module, Callable[..., Any]]:
-    """`calls` with layers replaced by `KernelLayers`, or by `DenseLayers` where possible; raises NotFusedError.
+    """`calls` with layers replaced by `KernelLayers`, `PackedLayers` or `DenseLayers`; raises NotFusedError.
 
     Args:
         calls: replacements of other modules' calls.
@@ -245,6 +246,10 @@ def uncompiled_calls(
     with torch.no_grad():
         by_kernels = calls | kernel_layers.calls()
     try:
+        if any(isinstance(module, MergedJoined) for module in modules[0].modules()):
+            packed = PackedLayers(modules, by_kernels)
+            compare(packed)
+            return by_kernels | packed.calls()
         dense = DenseLayers(modules, layers, by_kernels)
         compare(dense, 1)
         return by_kernels | dense.calls()

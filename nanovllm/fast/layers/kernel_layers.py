@@ -23,7 +23,7 @@ from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import Parts, describe_blocks, model_parts
 from nanovllm.fast.layers.distances import check_change, difference_of_rows, in_another_way
 from nanovllm.fast.layers.layer_equations import LayerEquations
-from nanovllm.fast.layers.merged_linears import MergedLinear, MergedPart, SkinnyLinear
+from nanovllm.fast.layers.merged_linears import MergedJoined, MergedLinear, MergedPart, SkinnyLinear
 from nanovllm.fast.layers.rotary_attention import RotaryAttention
 from nanovllm.model import Change
 
@@ -61,6 +61,8 @@ class KernelLayer:
         up = block.linears["up"]
         if not _are_one_product(gate, up):
             raise NotFusedError(f"{block.kind} has no product of gate and up alone")
+        if any(_is_compiled(linear) for linear in block.linears.values()):
+            raise NotFusedError(f"{block.kind} has products that the compiler joins with the rounding of their inputs")
         self._attention = attention
         self._gate = gate
         self._down = block.linears["down"]
@@ -91,6 +93,11 @@ class KernelLayer:
         return output.add_(residual)
 
 
+def _is_compiled(linear: Any) -> bool:
+    """Whether a product is several launches, which the compiler reduces."""
+    return not getattr(getattr(linear, "joined_layer", linear), "is_packed", True)
+
+
 def _form(block: Parts) -> Any:
     """Equal for layers that run the same code."""
     parts = ((name, type(part), getattr(part, "bias", None) is None) for name, part in block.linears.items())
@@ -98,9 +105,9 @@ def _form(block: Parts) -> Any:
 
 
 def _are_one_product(gate: Any, up: Any) -> bool:
-    if type(gate) is not MergedLinear or not isinstance(up, MergedPart) or not up.shares_with(gate):
+    if not isinstance(gate, MergedLinear | MergedJoined) or not isinstance(up, MergedPart) or not up.shares_with(gate):
         return False
-    return up.start == gate.end and up.end == len(gate.all_weights) == 2 * gate.end
+    return up.start == gate.end and up.end == gate.num_outputs == 2 * gate.end
 
 
 class KernelLayers:

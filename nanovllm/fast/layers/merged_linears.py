@@ -94,12 +94,12 @@ class MergedJoined(_Part):
 
     def __init__(self, shared: _SharedJoined, in_features: int, end: int) -> None:
         super().__init__(shared, in_features, 0, end)
-        self.joined = shared.joined
+        self.joined_layer = shared.joined
         self.num_outputs = shared.joined.out_features
 
     def product(self, states: Tensor) -> Tensor:
         """See `MergedLinear.product`."""
-        result: Tensor = self.joined(states)
+        result: Tensor = self.joined_layer(states)
         return result
 
     def forward(self, states: Tensor) -> Tensor:

@@ -79,13 +79,21 @@ class RotaryAttention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: Any, attend: Callable[..., Tensor], kwargs: dict[str, Any]
     ) -> Tensor:
         """The module's attention [1, num_rows, num_heads, head_dim], by `attend_in_step` or its operator."""
+        return self.attended_by(self.qkv.product(hidden_states), position_embeddings, attend, kwargs)
+
+    def attended_by(
+        self, products: Tensor, position_embeddings: Any, attend: Callable[..., Tensor], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The same of products of q, k and v, [1, num_rows, width]."""
         attention = self.attention
         cache = getattr(self.attention, LAYER_CACHE)
         handle, slot_mapping = step_tensors(attention, kwargs)
         kind = getattr(attention, LAYER_KIND)
         if slot_mapping.dim() == 2:  # several cache groups: one row per kind of layer
             slot_mapping = slot_mapping[kind]
-        query = self.rotated(hidden_states, position_embeddings, cache, slot_mapping).transpose(0, 1)[None]
+        norms = self._norms()
+        query = self.rotate(products, *position_embeddings, norms, self.epsilon, cache, slot_mapping)
+        query = query.transpose(0, 1)[None]
         return attend(query, cache[0], cache[1], handle, self.scaling, kind)
 
     def rotated(

@@ -43,6 +43,8 @@ def why_not(num_outputs: int, num_inputs: int, device: torch.device, *, has_bloc
 class PlacedLinear(nn.Module):
     """A quantised linear layer in a GPU's own form, which has no plain weight."""
 
+    is_packed = False
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("quantised weights are not loaded from a state dict. Load the model without quantization.")
 

@@ -39,6 +39,7 @@ class TiledLinear(PlacedLinear):
     """
 
     operators: ClassVar[frozenset[str]] = frozenset({"packed_linear"})  # they compute rows apart
+    is_packed = True  # a product is one launch: nothing is to be compiled with it
     codes: Tensor
     scales: Tensor | None
     shifts: Tensor | None

@@ -82,6 +82,13 @@ __device__ inline u32 fma2(u32 first, u32 second, u32 third) {
     return sum;
 }
 
+// Bits of a word within a mask, and those of another, by one instruction.
+__device__ inline u32 masked(u32 word, u32 mask, u32 more) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(word), "r"(mask), "r"(more));
+    return bits;
+}
+
 // One lane's chunk of a tile, with its scales.
 struct Packed {
     uint4 vectors[VECTORS] = {};
@@ -94,7 +101,7 @@ struct Packed {
             u32 word = word_of(vectors[0], step);
             constexpr u32 less = BASE | 0x80008000u | (ZERO ? 0x00080008u : 0);
 #pragma unroll
-            for (int at = 0; at < 4; ++at) pairs[at] = fma2(word >> 4 * at & 0x000f000fu | BASE, ONES, less);
+            for (int at = 0; at < 4; ++at) pairs[at] = fma2(masked(word >> 4 * at, 0x000f000fu, BASE), ONES, less);
         } else if constexpr (KIND == FLOAT4) {  // moved to the number's bits; a power of two makes up for the exponent
             u32 word = word_of(vectors[0], step);
             constexpr u32 power = IS_HALF ? 0x74007400u : 0x7e807e80u;  // 2^14 or 2^126
@@ -103,13 +110,13 @@ struct Packed {
 #pragma unroll
             for (int at = 0; at < 4; ++at) {
                 u32 magnitude = 3 * at <= by ? word << by - 3 * at : word >> 3 * at - by;
-                pairs[at] = fma2(magnitude & magnitudes | word << at & 0x80008000u, power, 0u);
+                pairs[at] = fma2(masked(magnitude, magnitudes, word << at & 0x80008000u), power, 0u);
             }
         } else {  // the base and the lower bits, less the base and the sign
 #pragma unroll
             for (int at = 0; at < 4; ++at) {
                 u32 bytes = word_of(vectors[step / 2], step % 2 * 2 + at / 2) >> 8 * (at % 2);
-                pairs[at] = fma2(bytes & 0x00800080u | BASE, MINUS_ONES, bytes & 0x007f007fu | BASE);
+                pairs[at] = fma2(masked(bytes, 0x00800080u, BASE), MINUS_ONES, masked(bytes, 0x007f007fu, BASE));
             }
         }
     }
@@ -174,17 +181,27 @@ struct Places {
 
 struct Call {
     Weights weights;
-    const bf16 *states;  // [rows, width] of NUMBER, as are bias and output
+    const bf16 *states;  // [rows, width] of NUMBER, as are the other numbers
     const bf16 *bias;    // [outputs] or null
-    bf16 *output;        // [rows, outputs]
+    bf16 *output;        // [rows, outputs], or half of them if `gated`
+    // Of the kernel for few rows, null or 0 without:
+    const bf16 *norm;        // [width], weight of an RMS norm of the inputs
+    const bf16 *residual;    // added to the outputs
+    const long long *slots;  // [rows], 0 for padding, which comes last; its outputs are zeros
     int rows;
-    int panel;  // inputs in shared memory at a time
+    int bytes;      // of shared memory for inputs
+    float epsilon;  // of the norm
+    int gated;      // the first half of the products are gates of the second: outputs are silu(gate) * up
 
-    __device__ void store(int row, int output, float sum) const {
-        if (output >= weights.outputs) return;
+    // A product rounded as an output without the rest.
+    __device__ float rounded(int output, float sum) const {
         if (weights.units) sum *= weights.units[output];
         if (bias) sum += first_of(bias[output]);
-        this->output[size_t(row) * weights.outputs + output] = bf16(pair_of(sum, 0.f));
+        return first_of(pair_of(sum, 0.f));
+    }
+    __device__ void store(int row, int output, float sum) const {
+        if (output < weights.outputs)
+            this->output[size_t(row) * weights.outputs + output] = bf16(pair_of(rounded(output, sum), 0.f));
     }
 };
 
