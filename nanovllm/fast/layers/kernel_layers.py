@@ -23,7 +23,7 @@ from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import Parts, describe_blocks, model_parts
 from nanovllm.fast.layers.distances import check_change, difference_of_rows, in_another_way
 from nanovllm.fast.layers.layer_equations import LayerEquations
-from nanovllm.fast.layers.merged_linears import MergedJoined, MergedLinear, MergedPart, SkinnyLinear
+from nanovllm.fast.layers.merged_linears import FirstPart, MergedPart, SkinnyLinear
 from nanovllm.fast.layers.rotary_attention import RotaryAttention
 from nanovllm.model import Change
 
@@ -105,7 +105,7 @@ def _form(block: Parts) -> Any:
 
 
 def _are_one_product(gate: Any, up: Any) -> bool:
-    if not isinstance(gate, MergedLinear | MergedJoined) or not isinstance(up, MergedPart) or not up.shares_with(gate):
+    if not isinstance(gate, FirstPart) or not isinstance(up, MergedPart) or not up.shares_with(gate):
         return False
     return up.start == gate.end and up.end == gate.num_outputs == 2 * gate.end
 

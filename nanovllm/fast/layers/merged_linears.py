@@ -67,44 +67,52 @@ class _Part(nn.Module):
         return None if self._shared.bias is None else self._shared.bias[self.start : self.end]
 
 
-class MergedLinear(_Part):
-    """The first layer of a group in call order: computes the product of all."""
+class FirstPart(_Part):
+    """The first layer of a group in call order: computes the product of all.
+
+    Args:
+        num_outputs: outputs of the product.
+    """
+
+    def __init__(self, shared: Any, in_features: int, end: int, num_outputs: int) -> None:
+        super().__init__(shared, in_features, 0, end)
+        self.num_outputs = num_outputs
+
+    def product(self, states: Tensor) -> Tensor:
+        """Outputs of all layers of the group, [..., num_outputs]."""
+        raise NotImplementedError
+
+    def forward(self, states: Tensor) -> Tensor:
+        self._shared.product = product = self.product(states)
+        return product[..., : self.end]
+
+
+class MergedLinear(FirstPart):
+    """The first of layers with plain weights."""
 
     def __init__(self, shared: _Shared, in_features: int, end: int) -> None:
-        super().__init__(shared, in_features, 0, end)
+        super().__init__(shared, in_features, end, len(shared.weight))
         self.all_weights = nn.Parameter(shared.weight, requires_grad=False)
         self.all_biases = None if shared.bias is None else nn.Parameter(shared.bias, requires_grad=False)
         self.is_skinny = shared.bias is None and _suits_kernel(shared.weight)
-        self.num_outputs = len(shared.weight)
 
     def product(self, states: Tensor) -> Tensor:
-        """Outputs of all layers of the group, [..., all out_features]."""
         if self.is_skinny:
             result: Tensor = torch.ops.nanovllm.linear(states, self.all_weights)
             return result
         return F.linear(states, self.all_weights, self.all_biases)
 
-    def forward(self, states: Tensor) -> Tensor:
-        self._shared.product = product = self.product(states)
-        return product[..., : self.end]
 
-
-class MergedJoined(_Part):
-    """The first layer of a group of quantised ones."""
+class MergedJoined(FirstPart):
+    """The first of quantised layers."""
 
     def __init__(self, shared: _SharedJoined, in_features: int, end: int) -> None:
-        super().__init__(shared, in_features, 0, end)
+        super().__init__(shared, in_features, end, shared.joined.out_features)
         self.joined_layer = shared.joined
-        self.num_outputs = shared.joined.out_features
 
     def product(self, states: Tensor) -> Tensor:
-        """See `MergedLinear.product`."""
         result: Tensor = self.joined_layer(states)
         return result
-
-    def forward(self, states: Tensor) -> Tensor:
-        self._shared.product = product = self.product(states)
-        return product[..., : self.end]
 
 
 class MergedPart(_Part):

@@ -21,7 +21,7 @@ from nanovllm.attention import LAYER_CACHE, LAYER_KIND, AttentionLayer, paged_at
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import check_attention, describe_attention
 from nanovllm.fast.layers.distances import difference_of_rows, in_another_way
-from nanovllm.fast.layers.merged_linears import MergedJoined, MergedLinear, MergedPart
+from nanovllm.fast.layers.merged_linears import FirstPart, MergedPart
 
 # Allowed operators: a module with others could depend on its rows, and differ on rows that are not compared.
 OPERATORS = {
@@ -132,7 +132,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _are_one_product(linears: Sequence[Any], layer: AttentionLayer) -> bool:
     first, *parts = linears
-    if not isinstance(first, MergedLinear | MergedJoined) or not all(isinstance(part, MergedPart) for part in parts):
+    if not isinstance(first, FirstPart) or not all(isinstance(part, MergedPart) for part in parts):
         return False
     traits = layer.traits
     sizes = [heads * traits.head_dim for heads in (traits.num_heads, traits.num_kv_heads, traits.num_kv_heads)]
