@@ -165,7 +165,9 @@ def pack_factors(factors: Tensor, run: int) -> Tensor:
     return padded.view(-1, 2, 8, padded.shape[1] // in_chunk, in_chunk).permute(0, 3, 2, 4, 1).contiguous()
 
 
-class _Weights(ctypes.Structure):
+class Weights(ctypes.Structure):
+    """A packed weight as the kernels take it."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "shifts", "units")),
         *((name, c_int) for name in ("outputs", "width", "chunks", "groups")),
@@ -174,14 +176,14 @@ class _Weights(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        ("weights", _Weights), *((name, c_void_p) for name in ("states", "bias", "output")),
+        ("weights", Weights), *((name, c_void_p) for name in ("states", "bias", "output")),
         ("rows", c_int), ("panel", c_int),
     ]  # fmt: skip
 
 
 @cache
 def _few(form: str, device: torch.device) -> nvrtc.CudaFunction:
-    return _function("2_few.cu", "few_packed_rows", form, {}, device, 256, _FEW_BYTES)
+    return function_of("2_few.cu", "few_packed_rows", form, {}, device, 256, _FEW_BYTES)
 
 
 @cache
@@ -191,15 +193,15 @@ def _more(form: str, rows: int, groups: int, device: torch.device) -> nvrtc.Cuda
     slots = min(4, _MORE_BYTES // step_bytes)
     own = {"ROWS": rows, "GROUPS": groups, "PARTS": parts, "SLOTS": slots}
     shared = max(slots * step_bytes + 16 * slots * parts, parts * rows * groups * 64 * 4)
-    return _function("3_more.cu", "more_packed_rows", form, own, device, 128 * _WARPGROUPS, shared)
+    return function_of("3_more.cu", "more_packed_rows", form, own, device, 128 * _WARPGROUPS, shared)
 
 
 @cache
-def _widening(form: str, device: torch.device) -> nvrtc.CudaFunction:
-    return _function("4_widen.cu", "widen_all", form, {}, device, 256, 0)
+def widening(form: str, device: torch.device) -> nvrtc.CudaFunction:
+    return function_of("4_widen.cu", "widen_all", form, {}, device, 256, 0)
 
 
-def _function(
+def function_of(
     file: str, name: str, form: str, definitions: dict[str, int], device: torch.device, num_threads: int, shared: int
 ) -> nvrtc.CudaFunction:
     major, minor = torch.cuda.get_device_capability(device)
@@ -212,6 +214,19 @@ def _function(
         return nvrtc.CudaFunction(code, name, num_threads=num_threads, shared_bytes=shared)
 
 
+def dtype_of(form: str) -> torch.dtype:
+    """The dtype of inputs and outputs of a form's text."""
+    return _SCALES[int(form[0])]
+
+
+def chunk_bytes(form: str) -> int:
+    """Bytes of a chunk of a tile, with the factors of its runs, by a form's text."""
+    _, kind, _, scale, shifts, run = (int(each) for each in form.split())
+    runs = 0 if run == 0 else max(1, CHUNK // run)
+    codes = CHUNK * TILE // (1 if KINDS[kind] == "int8" else 2)
+    return codes + runs * TILE * _SCALES[scale].itemsize * (2 if shifts else 1)
+
+
 def max_rows(device: torch.device) -> int:
     """Rows of a product that reads the packed weight."""
     return _MORE_ROWS[-1] if torch.cuda.get_device_capability(device)[0] == 9 else _FEW_ROWS
@@ -219,7 +234,7 @@ def max_rows(device: torch.device) -> int:
 
 def compile_kernels(form: Form, device: torch.device) -> None:
     """Make all kernels of a form, which is not possible while a graph is captured."""
-    calls: list[Callable[[], object]] = [partial(_few, form.text, device), partial(_widening, form.text, device)]
+    calls: list[Callable[[], object]] = [partial(_few, form.text, device), partial(widening, form.text, device)]
     if max_rows(device) > _FEW_ROWS:
         calls += [partial(_more, form.text, rows, groups, device) for rows in _MORE_ROWS for groups in _GROUPS]
     with ThreadPoolExecutor() as threads:
@@ -227,26 +242,26 @@ def compile_kernels(form: Form, device: torch.device) -> None:
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
 
 def _groups_of(outputs: int, device: torch.device) -> int:
     """Warpgroups of a block with outputs of their own: they share inputs where there are blocks enough."""
-    enough = 0.7 * _num_processors(device)
+    enough = 0.7 * num_processors(device)
     return next((groups for groups in _GROUPS if outputs >= 64 * groups * enough), 1)
 
 
 def _blocks_of(num_blocks: int, num_chunks: int, device: torch.device) -> int:
     """Blocks among which the depth is divided, about one for each multiprocessor in all."""
     blocks = 1
-    while blocks < _MAX_BLOCKS and num_blocks * blocks * 3 <= 2 * _num_processors(device) and num_chunks >= 32 * blocks:
+    while blocks < _MAX_BLOCKS and num_blocks * blocks * 3 <= 2 * num_processors(device) and num_chunks >= 32 * blocks:
         blocks *= 2
     return blocks
 
 
-def _multiply(rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tensor, form: str) -> None:
+def _multiply(rows: Tensor, weights: Weights, bias: Tensor | None, output: Tensor, form: str) -> None:
     """Write the products of a number of rows up to `max_rows`, [rows, outputs]."""
     device = rows.device
     count = len(rows)
@@ -257,7 +272,7 @@ def _multiply(rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tens
         panel = next(size for size in range(whole, 0, -_FEW_PANEL) if count * (2 * size + 16) <= _FEW_BYTES)
         shared = count * (2 * panel + 16)
         call = _Call(weights, *pointers, count, panel)
-        num_blocks = min(-(-weights.outputs // TILE), _FEW_BLOCKS * _num_processors(device))
+        num_blocks = min(-(-weights.outputs // TILE), _FEW_BLOCKS * num_processors(device))
         _few(form, device).launch_early(num_blocks, call, shared_bytes=shared)
         return
     groups = 1 if count <= _MORE_ROWS[0] else _groups_of(weights.outputs, device)
@@ -280,15 +295,15 @@ def _packed_linear(
     """
     width = states.shape[-1]
     rows = states.reshape(-1, width).contiguous()
-    weights = _weights(codes, scales, shifts, units, outputs, width)
-    if not states.is_cuda or rows.dtype != _SCALES[int(form[0])]:
+    weights = weights_of(codes, scales, shifts, units, outputs, width)
+    if not states.is_cuda or rows.dtype != dtype_of(form):
         weight = dequantised(codes, scales, shifts, units, outputs, width, form)
         return F.linear(states, weight.to(states.dtype), bias)
     if len(rows) > max_rows(states.device):
         plain = states.new_empty(outputs, width)
         with torch.cuda.device(states.device):
             num_warps = codes.shape[0] * codes.shape[1]
-            _widening(form, states.device).launch(-(-num_warps // 8), weights, c_void_p(plain.data_ptr()))
+            widening(form, states.device).launch(-(-num_warps // 8), weights, c_void_p(plain.data_ptr()))
         return F.linear(states, plain, bias)
     output = states.new_empty(*states.shape[:-1], outputs)
     if len(rows) == 0:
@@ -298,11 +313,11 @@ def _packed_linear(
     return output
 
 
-def _weights(
+def weights_of(
     codes: Tensor, scales: Tensor | None, shifts: Tensor | None, units: Tensor | None, outputs: int, width: int
-) -> _Weights:
+) -> Weights:
     pointers = (None if each is None else each.data_ptr() for each in (codes, scales, shifts, units))
-    return _Weights(*pointers, outputs, width, codes.shape[1], 0 if scales is None else scales.shape[1])
+    return Weights(*pointers, outputs, width, codes.shape[1], 0 if scales is None else scales.shape[1])
 
 
 def _fake(
