@@ -163,8 +163,8 @@ def placed(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 24}, {"num_kv_blocks": 24}],
-    ids=["graphs", "eager", "chunks", "preemption"],
+    [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 24}, {"num_kv_blocks": 24}, {"dtype": "float16"}],
+    ids=["graphs", "eager", "chunks", "preemption", "float16"],
 )
 @pytest.mark.parametrize("form", ["mxfp4", "ct-nvfp4", "ct-w4a16"])
 def test_an_engine_answers_as_the_dequantised_model(form, options, tmp_path, placed):
@@ -173,8 +173,9 @@ def test_an_engine_answers_as_the_dequantised_model(form, options, tmp_path, pla
     plain = loader.load_weights(
         str(folder), EngineConfig(device="cpu", dtype="float32", quantization="dequantize")
     ).model
-    options = {"block_size": 16, "num_kv_blocks": 200, "max_model_len": 256, "max_num_seqs": 8} | options
-    with LLM(folder, skip_tokenizer_init=True, device="cuda", dtype="bfloat16", **options) as llm:
+    sizes = {"block_size": 16, "num_kv_blocks": 200, "max_model_len": 256, "max_num_seqs": 8}
+    options = sizes | {"dtype": "bfloat16", "skip_tokenizer_init": True, "device": "cuda"} | options
+    with LLM(folder, **options) as llm:
         found = [output.outputs[0] for _ in range(2) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
         check_engine(llm)
     assert placed.count(TiledExperts) == 2

@@ -31,14 +31,15 @@ from nanovllm.fast.kernels.packed_rows import (
 
 MAX_PAIRS = 4096
 MAX_EXPERTS = 512
+MAX_WIDTH = 16384  # of a row, so that one fits into shared memory
 HALF = TILE // 2  # outputs of a tile that are a gate's
 _FEW_ROWS = 8
 _FEW_PAIRS = 512  # most pairs of the kernel for few rows
 _SPLITS = (4, 8)  # warps of a tile in the kernel for few rows; in the other, one
-_SLOTS = 2  # of a warp's ring
 _SLOT_BYTES = (3456, 2304)  # the most of a slot in the kernel for few rows and in the other
 _BLOCKS = (3, 2)  # blocks of a multiprocessor in the kernel for few rows, as memory allows; in the other, one
 _OTHER_BYTES = 16 * 1024  # a block's shared memory without rings and rows, at most
+_LEAST_SHARED_BYTES = 228 * 1024  # of a multiprocessor
 _SCRATCH_BYTES = 1 << 30  # of experts that are widened at a time
 
 
@@ -105,11 +106,22 @@ def apply_gate(products: Tensor, gate: Sequence[float]) -> Tensor:
     return ((ups.clamp(-limit, limit) + addend) * gates * torch.sigmoid(alpha * gates)).flatten(-2)
 
 
-def why_not_experts(num_experts: int, outputs: int, width: int) -> str | None:
-    """Why experts of these sizes have no kernel; None if they have."""
+def why_not_experts(num_experts: int, outputs: int, width: int, device: torch.device) -> str | None:
+    """Why experts of these sizes have no kernel on a device; None if they have."""
+    if device.type == "cuda" and _shared_bytes(device) < _LEAST_SHARED_BYTES:
+        return f"{torch.cuda.get_device_name(device)} has too little shared memory"
     if outputs % TILE or width % TILE:
         return f"{outputs} x {width} weights are not multiples of {TILE}"
+    if width > MAX_WIDTH:
+        return f"{width} inputs are more than {MAX_WIDTH}"
     return f"{num_experts} experts are more than {MAX_EXPERTS}" if num_experts > MAX_EXPERTS else None
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory of a multiprocessor."""
+    found: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return found
 
 
 class _Plan(NamedTuple):
@@ -119,9 +131,10 @@ class _Plan(NamedTuple):
         warps: of a block.
         blocks: of a multiprocessor.
         split: warps that share a tile.
-        groups: of 8 rows, whose products need no second look at a weight.
+        groups: of 8 rows, for which a weight is widened once.
         chunks: of a slot.
         pairs: the most.
+        slots: of a warp's ring.
     """
 
     warps: int
@@ -130,15 +143,15 @@ class _Plan(NamedTuple):
     groups: int
     chunks: int
     pairs: int
+    slots: int = 2
 
     def ring_bytes(self, form: str) -> int:
         """A block's shared memory for weights."""
-        return self.warps * _SLOTS * self.chunks * chunk_bytes(form)
+        return self.warps * self.slots * self.chunks * chunk_bytes(form)
 
     def row_bytes(self, form: str, device: torch.device) -> int:
         """A block's shared memory for rows."""
-        room: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-        return room // self.blocks - _OTHER_BYTES - self.ring_bytes(form)
+        return _shared_bytes(device) // self.blocks - _OTHER_BYTES - self.ring_bytes(form)
 
 
 def _few(form: str, blocks: int, split: int) -> _Plan:
@@ -152,7 +165,7 @@ def _more(form: str) -> _Plan:
 @cache
 def _kernel(form: str, is_gated: bool, plan: _Plan, device: torch.device) -> nvrtc.CudaFunction:
     own = {
-        "WARPS": plan.warps, "BLOCKS": plan.blocks, "SPLIT": plan.split, "GROUPS": plan.groups, "SLOTS": _SLOTS,
+        "WARPS": plan.warps, "BLOCKS": plan.blocks, "SPLIT": plan.split, "GROUPS": plan.groups, "SLOTS": plan.slots,
         "CHUNKS": plan.chunks, "GATED": int(is_gated), "MAX_PAIRS": plan.pairs, "MAX_EXPERTS": MAX_EXPERTS,
     }  # fmt: skip
     shared = plan.row_bytes(form, device) + plan.ring_bytes(form)
@@ -203,13 +216,11 @@ def _multiply(
 ) -> None:
     """Write the products of up to `MAX_PAIRS` pairs."""
     device = rows.device
-    num_experts, tiles, chunks, _ = experts.codes.shape
+    num_experts = len(experts.codes)
     num_pairs = len(expert_ids)
     num_rows = num_pairs // top_k
-    row_bytes = 2 * chunks * CHUNK + 16
-    plan = _more(experts.form)
-    if num_rows <= _FEW_ROWS and num_pairs <= plan.pairs:
-        plan = _plan_of_few(experts.form, num_rows * row_bytes, min(num_pairs, num_experts) * tiles, chunks, device)
+    plan = plan_of(experts, num_rows, num_pairs, device)
+    row_bytes = _row_bytes(experts.codes.shape[2])
     most = min(num_rows, 8 * plan.groups, plan.row_bytes(experts.form, device) // row_bytes)
     call = _Call(
         experts.part(0, num_experts), rows.data_ptr(), None if experts.bias is None else experts.bias.data_ptr(),
@@ -221,17 +232,25 @@ def _multiply(
     kernel.launch_early(num_blocks, call, shared_bytes=plan.ring_bytes(experts.form) + most * row_bytes)
 
 
-def _plan_of_few(form: str, row_bytes: int, num_tiles: int, chunks: int, device: torch.device) -> _Plan:
-    """The kernel for few rows that needs the fewest turns of a warp, if each pair has an expert to itself.
+def plan_of(experts: Experts, num_rows: int, num_pairs: int, device: torch.device) -> _Plan:
+    """The kernel of a step: of those for few rows, one that needs the fewest turns of a warp.
 
-    Args:
-        row_bytes: shared memory of all rows.
+    Its tiles are counted as if each pair had an expert to itself.
     """
-    fits = [blocks for blocks in _BLOCKS if row_bytes <= _few(form, blocks, 1).row_bytes(form, device)]
+    form = experts.form
+    if num_rows > _FEW_ROWS or num_pairs > _FEW_PAIRS:
+        return _more(form)
+    num_experts, tiles, chunks, _ = experts.codes.shape
+    fits = [n for n in _BLOCKS if num_rows * _row_bytes(chunks) <= _few(form, n, 1).row_bytes(form, device)]
     blocks = fits[0] if fits else _BLOCKS[-1]
-    of_block = -(-num_tiles // (num_processors(device) * blocks))
+    of_block = -(-min(num_pairs, num_experts) * tiles // (num_processors(device) * blocks))
     plans = [_few(form, blocks, split) for split in _SPLITS]
     return min(plans, key=lambda plan: -(-of_block * plan.split // plan.warps) * -(-chunks // plan.split))
+
+
+def _row_bytes(chunks: int) -> int:
+    """Bytes of a row in shared memory, without conflicts."""
+    return 2 * chunks * CHUNK + 16
 
 
 def _by_dequantised(rows: Tensor, expert_ids: Tensor, top_k: int, experts: Experts, gathers: bool) -> Tensor:

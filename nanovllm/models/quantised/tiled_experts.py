@@ -158,8 +158,9 @@ def tiled_experts(module: Any, device: torch.device) -> TiledExperts | None:
 
     linears: list[list[QuantisedLinear]] = [each.linears for each in vars(module)[KEPT_EXPERTS].projections]
     firsts = [each[0] for each in linears]
-    sizes = [why_not_experts(len(linears[0]), first.out_features, first.in_features) for first in firsts]
-    if firsts[0].dtype not in _DTYPES or why_not_packed(device) is not None or any(sizes):
+    if firsts[0].dtype not in _DTYPES or why_not_packed(device) is not None:
+        return None
+    if any(why_not_experts(len(linears[0]), one.out_features, one.in_features, device) for one in firsts):
         return None
     gate = _gate_of(module, firsts[0].out_features) if module.has_gate else None
     biases = first_projection(module)[1], module.down_proj_bias if module.has_bias else None

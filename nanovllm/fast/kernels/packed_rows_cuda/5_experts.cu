@@ -413,11 +413,14 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void packed_experts(con
             }
         }
         __syncthreads();
-        switch (GROUPS == 1 ? 1 : up(pass.count, 8)) {
-            case 1: multiply_tiles<1>(call, routes, pass, ring, unit, number, parts); break;
-            case 2: multiply_tiles<at_most(2, GROUPS)>(call, routes, pass, ring, unit, number, parts); break;
-            case 3: multiply_tiles<at_most(3, GROUPS)>(call, routes, pass, ring, unit, number, parts); break;
-            default: multiply_tiles<GROUPS>(call, routes, pass, ring, unit, number, parts);
-        }
+        const int groups = up(pass.count, 8);
+        if (GROUPS == 1 || groups == 1)
+            multiply_tiles<1>(call, routes, pass, ring, unit, number, parts);
+        else if (GROUPS == 2 || groups == 2)
+            multiply_tiles<at_most(2, GROUPS)>(call, routes, pass, ring, unit, number, parts);
+        else if (GROUPS == 3 || groups == 3)
+            multiply_tiles<at_most(3, GROUPS)>(call, routes, pass, ring, unit, number, parts);
+        else
+            multiply_tiles<GROUPS>(call, routes, pass, ring, unit, number, parts);
     }
 }
