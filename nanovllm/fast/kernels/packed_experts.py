@@ -31,7 +31,7 @@ from nanovllm.fast.kernels.packed_rows import (
 
 MAX_PAIRS = 4096
 MAX_EXPERTS = 512
-MAX_WIDTH = 16384  # of a row, so that one fits into shared memory
+MAX_WIDTH = 16384  # inputs of a row, so that one fits into shared memory
 HALF = TILE // 2  # outputs of a tile that are a gate's
 _FEW_ROWS = 8
 _FEW_PAIRS = 512  # most pairs of the kernel for few rows
@@ -39,8 +39,8 @@ _SPLITS = (4, 8)  # warps of a tile in the kernel for few rows; in the other, on
 _SLOT_BYTES = (3456, 2304)  # the most of a slot in the kernel for few rows and in the other
 _BLOCKS = (3, 2)  # blocks of a multiprocessor in the kernel for few rows, as memory allows; in the other, one
 _OTHER_BYTES = 16 * 1024  # a block's shared memory without rings and rows, at most
-_LEAST_SHARED_BYTES = 228 * 1024  # of a multiprocessor
-_SCRATCH_BYTES = 1 << 30  # of experts that are widened at a time
+_LEAST_SHARED_BYTES = 228 * 1024  # a multiprocessor's
+_SCRATCH_BYTES = 1 << 30  # bytes of experts that are widened at a time
 
 
 class Experts(NamedTuple):
@@ -128,13 +128,13 @@ class _Plan(NamedTuple):
     """Constants of a kernel.
 
     Attributes:
-        warps: of a block.
-        blocks: of a multiprocessor.
+        warps: number in a block.
+        blocks: number on a multiprocessor.
         split: warps that share a tile.
-        groups: of 8 rows, for which a weight is widened once.
-        chunks: of a slot.
+        groups: number of 8 rows each, for which a weight is widened once.
+        chunks: number in a slot.
         pairs: the most.
-        slots: of a warp's ring.
+        slots: number in a warp's ring.
     """
 
     warps: int
@@ -281,6 +281,18 @@ def _dequantised(experts: Experts, expert: int) -> Tensor:
     )
 
 
+def _widened(experts: Experts, start: int, stop: int) -> Tensor:
+    """Plain weights of some experts, [experts, outputs, width]."""
+    dtype = packed_rows.dtype_of(experts.form)
+    weight = torch.empty(stop - start, experts.outputs, experts.width, dtype=dtype, device=experts.codes.device)
+    _, tiles, chunks, _ = experts.codes.shape
+    packed = experts.part(start, stop)
+    packed.outputs *= stop - start
+    widen = packed_rows.widening(experts.form, weight.device)
+    widen.launch(-(-(stop - start) * tiles * chunks // 8), packed, c_void_p(weight.data_ptr()))
+    return weight
+
+
 def _by_widened(rows: Tensor, expert_ids: Tensor, top_k: int, experts: Experts, gathers: bool) -> Tensor:
     """Products of many pairs by PyTorch, in bfloat16. Nothing is read on the host."""
     from nanovllm.fast.kernels.expert_rows import sort_by_expert
@@ -292,12 +304,7 @@ def _by_widened(rows: Tensor, expert_ids: Tensor, top_k: int, experts: Experts, 
     at_once = max(1, _SCRATCH_BYTES // (2 * experts.outputs * experts.width))
     for start in range(0, num_experts, at_once):
         stop = min(start + at_once, num_experts)
-        weight = rows.new_empty(stop - start, experts.outputs, experts.width)
-        num_warps = (stop - start) * experts.codes.shape[1] * experts.codes.shape[2]
-        widen = packed_rows.widening(experts.form, rows.device)
-        packed = experts.part(start, stop)
-        packed.outputs *= stop - start
-        widen.launch(-(-num_warps // 8), packed, c_void_p(weight.data_ptr()))
+        weight = _widened(experts, start, stop)
         before = ends[start - 1] if start else 0
         pairs = order[(places + before).clamp(max=num_pairs - 1)]
         products = F.grouped_mm(

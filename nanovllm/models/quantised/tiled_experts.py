@@ -19,7 +19,7 @@ from nanovllm.models.quantised.tiled import kind_of, tiled_factors, why_not_pack
 if TYPE_CHECKING:
     from nanovllm.fast.kernels.packed_experts import Experts
 
-_DTYPES = (torch.bfloat16, torch.float16)  # of activations that the kernels take
+_DTYPES = (torch.bfloat16, torch.float16)  # dtypes of activations that the kernels take
 _TILE = 16  # outputs that the kernels take together
 _PROBES = 256  # results of a gate that are compared
 
@@ -194,32 +194,42 @@ def _packed(
 ) -> Experts | None:
     """One projection; None for weights that the kernels do not have."""
     from nanovllm.fast.kernels.packed_experts import Experts
-    from nanovllm.fast.kernels.packed_rows import pack_codes
 
     first = linears[0]
-    order: Any = slice(None) if gate is None else gate.order.to(device)
+    order = slice(None) if gate is None else gate.order.to(device)
+    found = _codes_and_factors(linears, order, device) if first.has_parts else None
+    tiled = None if found is None else tiled_factors(found[1], first.dtype)
+    if found is None or tiled is None:
+        return None
+    form, *factors = tiled
+    scales, shifts, units = (None if each is None else each.unflatten(0, (len(linears), -1)) for each in factors)
+    own_bias = None if bias is None else bias.detach().to(device, form.dtype)[:, order].contiguous()
+    numbers = () if gate is None else gate.numbers
+    return Experts(found[0], scales, shifts, units, own_bias, first.in_features, form.text, numbers)
+
+
+def _codes_and_factors(
+    linears: Sequence[QuantisedLinear], order: slice | Tensor, device: torch.device
+) -> tuple[Tensor, QuantisedParts] | None:
+    """Packed codes of all experts, and their parts joined without values; None for kinds that kernels do not have.
+
+    Args:
+        order: outputs of each expert as they are packed.
+    """
+    from nanovllm.fast.kernels.packed_rows import pack_codes
+
     codes: list[Tensor] = []
     factors: list[QuantisedParts] = []
     for linear in linears:
         blocks = linear.blocks.to(device)[order]
-        parts = QuantisedLinear(linear.form, blocks, dtype=linear.dtype).quantised_parts() if linear.has_parts else None
-        if parts is None or (parts.is_float and parts.num_bits == 8):
+        parts = QuantisedLinear(linear.form, blocks, dtype=linear.dtype).quantised_parts()
+        if parts.is_float and parts.num_bits == 8:
             return None
         codes.append(pack_codes(parts.values.view(torch.uint8), kind_of(parts)))
         factors.append(parts._replace(values=parts.values.to("meta")))
-        if parts.scales.shape != factors[0].scales.shape or parts.num_bits != factors[0].num_bits:
-            return None
-    tiled = tiled_factors(factors[0].joined(factors[1:], torch.cat), first.dtype)
-    if tiled is None:
+    if len({(each.scales.shape, each.num_bits) for each in factors}) > 1:
         return None
-    form, scales, shifts, units = tiled
-    count = len(linears)
-    scales, shifts, units = (
-        None if each is None else each.unflatten(0, (count, -1)) for each in (scales, shifts, units)
-    )
-    own_bias = None if bias is None else bias.detach().to(device, form.dtype)[:, order].contiguous()
-    numbers = () if gate is None else gate.numbers
-    return Experts(torch.stack(codes), scales, shifts, units, own_bias, first.in_features, form.text, numbers)
+    return torch.stack(codes), factors[0].joined(factors[1:], torch.cat)
 
 
 def _gate_of(module: Any, outputs: int) -> _Gate | None:
