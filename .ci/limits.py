@@ -82,12 +82,12 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 519_700
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 640_800
+    yield "package: tokens", num_tokens(PYTHON), 525_000
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 644_700
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 52_480
-    yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 8_400
+    yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 8_830
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
-    yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.8
+    yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.82
     parallel = 1_000 * num_parallel_assignments(PYTHON) / num_code_lines(PYTHON)
     yield "parallel assignments in 1,000 lines of code", round(parallel, 1), 4
     sizes = [tokens for path in PYTHON for _, _, tokens in functions(path)]

@@ -84,8 +84,8 @@ def placed(monkeypatch):
     """Types of the layers of a model that was placed."""
     found = []
 
-    def recorded(model, device):
-        place(model, device)
+    def recorded(model, device, **options):
+        place(model, device, **options)
         found.extend(type(module) for module in model.modules())
 
     place = tiled.place

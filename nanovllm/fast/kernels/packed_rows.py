@@ -168,7 +168,9 @@ def pack_factors(factors: Tensor, run: int) -> Tensor:
     return padded.view(-1, 2, 8, padded.shape[1] // in_chunk, in_chunk).permute(0, 3, 2, 4, 1).contiguous()
 
 
-class _Weights(ctypes.Structure):
+class Weights(ctypes.Structure):
+    """A packed weight as the kernels take it."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "shifts", "units")),
         *((name, c_int) for name in ("outputs", "width", "chunks", "groups")),
@@ -177,7 +179,7 @@ class _Weights(ctypes.Structure):
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        ("weights", _Weights),
+        ("weights", Weights),
         *((name, c_void_p) for name in ("states", "bias", "output", "norm", "residual", "slots")),
         ("rows", c_int), ("bytes", c_int), ("epsilon", c_float), ("gated", c_int),
     ]  # fmt: skip
@@ -186,15 +188,12 @@ class _Call(ctypes.Structure):
 @cache
 def _few(form: str, device: torch.device) -> nvrtc.CudaFunction:
     own = {"PANEL": _FEW_PANEL, "SLOTS": _FEW_SLOTS, "BLOCKS": _FEW_BLOCKS}
-    return _function("2_few.cu", "few_packed_rows", form, own, device, 256, _MOST_FEW_BYTES)
+    return function_of("2_few.cu", "few_packed_rows", form, own, device, 256, _MOST_FEW_BYTES)
 
 
-@cache
 def _few_slot_bytes(form: str) -> int:
-    """Shared memory of a block for weights on their way."""
-    _, kind, _, scale, shifts, run = (int(each) for each in form.split())
-    factors = max(1, CHUNK // run) * 2 * (4 if _SCALES[scale] == torch.float32 else 2) if run else 0
-    return 8 * _FEW_SLOTS * 2 * 32 * (16 * (2 if KINDS[kind] == "int8" else 1) + factors * (2 if shifts else 1))
+    """Shared memory of a block for weights on their way; four lanes have the same factors."""
+    return 8 * _FEW_SLOTS * 2 * (_code_bytes(form) + 4 * _factor_bytes(form))
 
 
 @cache
@@ -204,15 +203,15 @@ def _more(form: str, rows: int, groups: int, device: torch.device) -> nvrtc.Cuda
     slots = min(4, _MORE_BYTES // step_bytes)
     own = {"ROWS": rows, "GROUPS": groups, "PARTS": parts, "SLOTS": slots}
     shared = max(slots * step_bytes + 16 * slots * parts, parts * rows * groups * 64 * 4)
-    return _function("3_more.cu", "more_packed_rows", form, own, device, 128 * _WARPGROUPS, shared)
+    return function_of("3_more.cu", "more_packed_rows", form, own, device, 128 * _WARPGROUPS, shared)
 
 
 @cache
-def _widening(form: str, device: torch.device) -> nvrtc.CudaFunction:
-    return _function("4_widen.cu", "widen_all", form, {}, device, 256, 0)
+def widening(form: str, device: torch.device) -> nvrtc.CudaFunction:
+    return function_of("4_widen.cu", "widen_all", form, {}, device, 256, 0)
 
 
-def _function(
+def function_of(
     file: str, name: str, form: str, definitions: dict[str, int], device: torch.device, num_threads: int, shared: int
 ) -> nvrtc.CudaFunction:
     major, minor = torch.cuda.get_device_capability(device)
@@ -225,6 +224,26 @@ def _function(
         return nvrtc.CudaFunction(code, name, num_threads=num_threads, shared_bytes=shared)
 
 
+def dtype_of(form: str) -> torch.dtype:
+    """The dtype of inputs and outputs of a form's text."""
+    return _SCALES[int(form[0])]
+
+
+def chunk_bytes(form: str) -> int:
+    """Bytes of a chunk of a tile, with the factors of its runs, by a form's text."""
+    return _code_bytes(form) + _factor_bytes(form)
+
+
+def _code_bytes(form: str) -> int:
+    return CHUNK * TILE // (1 if KINDS[int(form.split()[1])] == "int8" else 2)
+
+
+def _factor_bytes(form: str) -> int:
+    _, _, _, scale, shifts, run = (int(each) for each in form.split())
+    runs = 0 if run == 0 else max(1, CHUNK // run)
+    return runs * TILE * _SCALES[scale].itemsize * (2 if shifts else 1)
+
+
 def max_rows(device: torch.device) -> int:
     """Rows of a product that reads the packed weight."""
     return _MORE_ROWS[-1] if torch.cuda.get_device_capability(device)[0] == 9 else FEW_ROWS
@@ -232,7 +251,7 @@ def max_rows(device: torch.device) -> int:
 
 def compile_kernels(form: Form, device: torch.device) -> None:
     """Make all kernels of a form, which is not possible while a graph is captured."""
-    calls: list[Callable[[], object]] = [partial(_few, form.text, device), partial(_widening, form.text, device)]
+    calls: list[Callable[[], object]] = [partial(_few, form.text, device), partial(widening, form.text, device)]
     if max_rows(device) > FEW_ROWS:
         calls += [partial(_more, form.text, rows, groups, device) for rows in _MORE_ROWS for groups in _GROUPS]
     with ThreadPoolExecutor() as threads:
@@ -240,21 +259,21 @@ def compile_kernels(form: Form, device: torch.device) -> None:
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
 
 
 def _groups_of(outputs: int, device: torch.device) -> int:
     """Warpgroups of a block with outputs of their own: they share inputs where there are blocks enough."""
-    enough = 0.7 * _num_processors(device)
+    enough = 0.7 * num_processors(device)
     return next((groups for groups in _GROUPS if outputs >= 64 * groups * enough), 1)
 
 
 def _blocks_of(num_blocks: int, num_chunks: int, device: torch.device) -> int:
     """Blocks among which the depth is divided, about one for each multiprocessor in all."""
     blocks = 1
-    while blocks < _MAX_BLOCKS and num_blocks * blocks * 3 <= 2 * _num_processors(device) and num_chunks >= 32 * blocks:
+    while blocks < _MAX_BLOCKS and num_blocks * blocks * 3 <= 2 * num_processors(device) and num_chunks >= 32 * blocks:
         blocks *= 2
     return blocks
 
@@ -293,7 +312,7 @@ def _few_bytes(num_rows: int, width: int, *, has_norm: bool) -> int:
 
 
 def _multiply_few(
-    rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tensor, form: str, rest: Rest = _NOTHING
+    rows: Tensor, weights: Weights, bias: Tensor | None, output: Tensor, form: str, rest: Rest = _NOTHING
 ) -> None:
     """Write the products of up to `FEW_ROWS` rows [num_rows, width], and the rest, to the output."""
     needed = _few_bytes(len(rows), weights.width, has_norm=rest.norm is not None)
@@ -309,7 +328,7 @@ def _multiply_few(
     _few(form, rows.device).launch_early(num_blocks, call, shared_bytes=shared)
 
 
-def _multiply(rows: Tensor, weights: _Weights, bias: Tensor | None, output: Tensor, form: str) -> None:
+def _multiply(rows: Tensor, weights: Weights, bias: Tensor | None, output: Tensor, form: str) -> None:
     """Write the products of a number of rows up to `max_rows`, [rows, outputs]."""
     device = rows.device
     count = len(rows)
@@ -338,15 +357,15 @@ def _packed_linear(
     """
     width = states.shape[-1]
     rows = states.reshape(-1, width).contiguous()
-    weights = _weights(codes, scales, shifts, units, outputs, width)
-    if not states.is_cuda or rows.dtype != _SCALES[int(form[0])]:
+    weights = weights_of(codes, scales, shifts, units, outputs, width)
+    if not states.is_cuda or rows.dtype != dtype_of(form):
         weight = dequantised(codes, scales, shifts, units, outputs, width, form)
         return F.linear(states, weight.to(states.dtype), bias)
     if len(rows) > max_rows(states.device):
         plain = states.new_empty(outputs, width)
         with torch.cuda.device(states.device):
             num_warps = codes.shape[0] * codes.shape[1]
-            _widening(form, states.device).launch(-(-num_warps // 8), weights, c_void_p(plain.data_ptr()))
+            widening(form, states.device).launch(-(-num_warps // 8), weights, c_void_p(plain.data_ptr()))
         return F.linear(states, plain, bias)
     output = states.new_empty(*states.shape[:-1], outputs)
     if len(rows) == 0:
@@ -369,17 +388,17 @@ def fused_product(
     assert codes is not None
     rows = states.contiguous()
     output = states.new_empty(len(rows), outputs // 2 if rest.gated else outputs)
-    weights = _weights(codes, scales, shifts, units, outputs, rows.shape[1])
+    weights = weights_of(codes, scales, shifts, units, outputs, rows.shape[1])
     with torch.cuda.device(states.device):
         _multiply_few(rows, weights, bias, output, form, rest)
     return output
 
 
-def _weights(
+def weights_of(
     codes: Tensor, scales: Tensor | None, shifts: Tensor | None, units: Tensor | None, outputs: int, width: int
-) -> _Weights:
+) -> Weights:
     pointers = (None if each is None else each.data_ptr() for each in (codes, scales, shifts, units))
-    return _Weights(*pointers, outputs, width, codes.shape[1], 0 if scales is None else scales.shape[1])
+    return Weights(*pointers, outputs, width, codes.shape[1], 0 if scales is None else scales.shape[1])
 
 
 def _fake(

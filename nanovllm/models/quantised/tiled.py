@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,15 @@ _LONGEST_RUN = 128  # runs with equal scales are joined up to this length
 _LEAST_RUN = 16
 _CHUNK = 64  # inputs that the kernels take together, of runs that divide it or are multiples of it
 _TILE = 16  # outputs that the kernels take together
+
+
+class TiledFactors(NamedTuple):
+    """Factors and shifts of the codes of a weight: arguments of `TiledLinear`."""
+
+    form: Form
+    scales: Tensor | None
+    shifts: Tensor | None
+    units: Tensor | None
 
 
 class TiledLinear(PlacedLinear):
@@ -104,10 +113,10 @@ def why_not_packed(device: torch.device) -> str | None:
     return why_not(device)
 
 
-def place(model: nn.Module, device: torch.device) -> None:
-    """Replace quantised linear layers by those of a GPU, one after another; the log counts them by kernel.
+def place(model: nn.Module, device: torch.device, *, packs_experts: bool = False) -> None:
+    """Replace quantised linear layers and routed experts by those of a GPU, one after another; the log counts them.
 
-    Layers without a kernel and routed experts are dequantised; other modules stay where they are.
+    Those without a kernel are dequantised, and experts unless they are packed; other modules stay where they are.
     """
     from nanovllm.fast.kernels.packed_rows import compile_kernels
 
@@ -127,15 +136,41 @@ def place(model: nn.Module, device: torch.device) -> None:
             if isinstance(placed, TiledLinear):
                 forms.add(placed.form)
                 num_slow += child.dtype == torch.float32
-    for module in [module for module in model.modules() if KEPT_EXPERTS in vars(module)]:
-        dequantise_experts(module, device)
-        counts["dequantised experts"] = counts.get("dequantised experts", 0) + 1
+    counts |= _place_experts(model, device, packs=packs_experts)
     for form in forms:
         compile_kernels(form, device)
     if counts:
         logger.info("quantised layers by %s", ", ".join(f"{what}: {count}" for what, count in counts.items()))
     if num_slow:  # activations are float32
         logger.warning("%d layers have no kernel for their quantised weights: each step dequantises them", num_slow)
+
+
+def _place_experts(model: nn.Module, device: torch.device, *, packs: bool) -> dict[str, int]:
+    """Replace modules of quantised experts; returns how many have kernels and how many are dequantised."""
+    from nanovllm.models.quantised.tiled_experts import check_kernels, tiled_experts
+
+    num_packed = 0
+    sizes: list[tuple[int, int]] = []  # bytes of each module that is dequantised, before and after
+    for parent in [module for module in model.modules() if module._modules]:
+        for name, child in parent._modules.items():
+            if child is None or KEPT_EXPERTS not in vars(child):
+                continue
+            if packs and (placed := tiled_experts(child, device)) is not None:
+                parent._modules[name] = placed
+                num_packed += 1
+                continue
+            kept = sum(each.nbytes for each in child.parameters())
+            dequantise_experts(child, device)
+            sizes.append((kept, sum(each.nbytes for each in child.parameters())))
+    check_kernels(model, device)
+    if sizes and packs:
+        kept, plain = (sum(each) / 1e9 for each in zip(*sizes, strict=True))
+        logger.warning(
+            "%d modules of experts have no kernel for their quantised weights: dequantised they take %.1f GB, not %.1f",
+            len(sizes), plain, kept,
+        )  # fmt: skip
+    found = {"packed experts": num_packed, "dequantised experts": len(sizes)}
+    return {what: count for what, count in found.items() if count}
 
 
 def placed_linear(linear: QuantisedLinear, device: torch.device) -> nn.Module:
@@ -172,13 +207,25 @@ def tiled_linear(
     parts: QuantisedParts, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> TiledLinear | None:
     """A layer of packed tiles for inputs of a dtype; None for runs that the kernels do not have."""
-    from nanovllm.fast.kernels.packed_rows import Form, pack_codes, pack_factors
+    from nanovllm.fast.kernels.packed_rows import pack_codes
 
+    factors = tiled_factors(parts, dtype)
+    if factors is None:
+        return None
     outputs, width = parts.values.shape
+    codes = pack_codes(parts.values.view(torch.uint8), factors.form.kind)
+    return TiledLinear(factors.form, (outputs, width), codes, *factors[1:], bias)
+
+
+def tiled_factors(parts: QuantisedParts, dtype: torch.dtype) -> TiledFactors | None:
+    """Packed factors of parts, which need no values but a shape of them; None for runs without a kernel."""
+    from nanovllm.fast.kernels.packed_rows import Form, pack_factors
+
+    width = parts.values.shape[1]
     runs = _runs_of(parts)
     if runs is None or width % _LEAST_RUN:
         return None
-    kind = "int8" if parts.num_bits > 4 else "float4" if parts.is_float else "int4"
+    kind = kind_of(parts)
     numbers = torch.float16 if dtype == torch.float16 else torch.bfloat16
     units = None if parts.units is None else parts.units[:, 0].float().contiguous()
     run = width // runs.scales.shape[1]
@@ -193,9 +240,14 @@ def tiled_linear(
         kept = _dtype_of(scales, shifts, numbers)
         packed = pack_factors(scales.to(kept), run)
         packed_shifts = None if shifts is None else pack_factors(shifts.to(kept), run)
-    codes = pack_codes(parts.values.view(torch.uint8), kind)
-    form = Form(numbers, kind, zero, kept, how, run)
-    return TiledLinear(form, (outputs, width), codes, packed, packed_shifts, units, bias)
+    return TiledFactors(Form(numbers, kind, zero, kept, how, run), packed, packed_shifts, units)
+
+
+def kind_of(parts: QuantisedParts) -> str:
+    """The kernels' name of the values."""
+    if parts.num_bits > 4:
+        return "int8"
+    return "float4" if parts.is_float else "int4"
 
 
 def _runs_of(parts: QuantisedParts) -> QuantisedParts | None:

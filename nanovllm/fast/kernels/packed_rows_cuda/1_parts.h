@@ -94,8 +94,8 @@ struct Packed {
     uint4 vectors[VECTORS] = {};
     Factors scales, shifts;
 
-    // Numbers of 16 inputs, as operand A.
-    __device__ void numbers(int step, u32 (&pairs)[4]) const {
+    // Numbers of 16 inputs, as operand A; 4-bit floats without `IS_WHOLE` are 2^-126 of theirs, or 2^-14 in float16.
+    template <bool IS_WHOLE = true> __device__ void numbers(int step, u32 (&pairs)[4]) const {
         constexpr u32 BASE = IS_HALF ? 0x64006400u : 0x43004300u;  // 1024 or 128: its last bits are ones
         if constexpr (KIND == INT4) {
             u32 word = word_of(vectors[0], step);
@@ -110,7 +110,8 @@ struct Packed {
 #pragma unroll
             for (int at = 0; at < 4; ++at) {
                 u32 magnitude = 3 * at <= by ? word << by - 3 * at : word >> 3 * at - by;
-                pairs[at] = fma2(masked(magnitude, magnitudes, word << at & 0x80008000u), power, 0u);
+                pairs[at] = masked(magnitude, magnitudes, word << at & 0x80008000u);
+                if constexpr (IS_WHOLE) pairs[at] = fma2(pairs[at], power, 0u);
             }
         } else {  // the base and the lower bits, less the base and the sign
 #pragma unroll
