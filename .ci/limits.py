@@ -84,7 +84,7 @@ def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
     yield "package: tokens", num_tokens(PYTHON), 525_000
     yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 644_700
-    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 52_480
+    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 52_720
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 8_830
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
     yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.82

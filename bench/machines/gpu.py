@@ -351,6 +351,26 @@ def _kv_w1(form: str) -> dict[str, float]:
         return {"w1, s": statistics.median(repeated(llm, w1(), repeats=2))}
 
 
+def stage_quantised() -> dict[str, Any]:
+    """Steps and prompts of an 8B shape with weights quantised as they are loaded, times bfloat16."""
+    result: dict[str, Any] = {}
+    targets = {"int4": {1: ">= 2.0", 64: ">= 1.3"}, "fp8": {1: ">= 1.5", 64: ">= 1.4"}}
+    for form in (None, "int4", "int8", "fp8"):
+        with engine("8b", max_model_len=2304, quantization=form) as llm:
+            times = result[form or "bfloat16"] = {}
+            for count in (1, 4, 8, 64):
+                times[count] = 1e3 * _step_seconds(llm, count, 384)
+                while llm._open_engine().has_unfinished:
+                    llm._open_engine().step()
+            times["prompts"] = statistics.median(repeated(llm, random_requests(requests=8, prompt=2048, output=1)))
+        print("  quantised", form, times, flush=True)
+        for what, value in times.items():
+            if form is not None:
+                target = targets.get(form, {}).get(what, "")
+                note(f"{form}, {what}: times bfloat16", result["bfloat16"][what] / value, "", target)
+    return result
+
+
 STAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "checks": stage_checks,
     "startup": stage_startup,
@@ -363,6 +383,7 @@ STAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "steps": stage_steps,
     "pool": stage_pool,
     "kv": stage_kv,
+    "quantised": stage_quantised,
 }
 
 
