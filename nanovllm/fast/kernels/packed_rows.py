@@ -29,9 +29,10 @@ _MORE_ROWS = (32, 64, 128)  # sizes of the kernels for Hopper
 _FEW_PANEL = 4096  # inputs that all warps take in their turns before others are loaded
 _FEW_BLOCKS = 3  # most blocks of a multiprocessor
 _FEW_SLOTS = 3  # pairs of chunks of a warp on their way
-_FEW_OWN_BYTES = 11 * 1024  # static shared memory of a block, and the system's
+_FEW_OWN_BYTES = 11 * 1024  # static shared memory of a block, and 1 KiB of the system's
 _FEW_BYTES = 66 * 1024  # most shared memory for inputs, if they need not be there at once
-_MOST_FEW_BYTES = 217 * 1024  # most shared memory that a block can allocate at its launch
+_SHARED_BYTES = 227 * 1024  # shared memory of a block, which GPUs of capability 12 do not have
+_MOST_FEW_BYTES = _SHARED_BYTES - 10 * 1024  # most that a block allocates at its launch
 _MORE_BYTES = 200 * 1024  # a block's shared memory
 _WARPGROUPS = 4
 _GROUPS = (4, 2, 1)  # warpgroups of a block with outputs of their own
@@ -53,6 +54,8 @@ def why_not(device: torch.device) -> str | None:
         return f"{device} is no GPU of CUDA here"
     if torch.cuda.get_device_capability(device)[0] < 9:
         return f"{torch.cuda.get_device_name(device)} has no clusters of blocks"
+    if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < _SHARED_BYTES:
+        return f"{torch.cuda.get_device_name(device)} has too little shared memory"
     return None if nvrtc.is_available() else "there is no libnvrtc beside PyTorch nor on the loader's path"
 
 
