@@ -89,8 +89,11 @@ inline PlaneMemory* planes_for(const Product& product, int64_t num_rows) {
 inline ByteMemory* bytes_for(const Product& product, int64_t num_rows) {
   static thread_local ByteMemory own;
   if (product.panels == nullptr || num_rows <= kFewRows || !takes_bytes(product.depth)) return nullptr;
-  const Panel* end = product.panels + product.num_outputs / kPanel;
-  if (std::none_of(product.panels, end, [](const Panel& panel) { return is_whole(panel.kind); })) return nullptr;
+  own.has_whole_runs = own.has_halves = false;
+  for (int64_t number = 0; number < product.num_outputs / kPanel; ++number)
+    if (const int64_t kind = product.panels[number].kind; is_whole(kind))
+      (is_of_sixteen(kind) ? own.has_halves : own.has_whole_runs) = true;
+  if (!own.has_whole_runs && !own.has_halves) return nullptr;
   own.reserve(num_rows, product.depth);
   return &own;
 }

@@ -40,6 +40,8 @@ enum Kind : int64_t {
 // Whether a kind's values are whole numbers or become them.
 inline bool is_whole(int64_t kind) { return kind != kPlain && kind < kFloat8; }
 
+inline bool is_of_sixteen(int64_t kind) { return kind == kBytesOfSixteen || kind == kFloat4OfSixteen; }
+
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);  // of the kind kBytes
 
 // Offset of a panel in a packed weight, in bytes, and its Kind.
