@@ -11,8 +11,8 @@ from nanovllm.fast.kernels import cpp
 from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.processor_classes import VARIABLE, processor_flags, targets
 from nanovllm.models.packed_linears import PackedHead
-from nanovllm.models.quantised.blocks import FORMATS, QuantisedLinear
-from tests.support.quantised import random_blocks
+from nanovllm.models.quantised.blocks import FORMATS
+from tests.support.quantised import random_layer
 from tests.support.sanitizer import check_sanitized
 from tests.support.tiny_models import save_tiny
 
@@ -23,6 +23,7 @@ VARIANTS = {
 }
 OWN = [flag for flag in VARIANTS if flag in processor_flags()]
 RUN, DEPTH = 32, 512
+KINDS = (*FORMATS, "NVFP4")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available() or not OWN, reason="a CPU's own, with VNNI")
 
 
@@ -40,7 +41,7 @@ def kernels(request):
 
 def layer(kind, num_outputs=96, depth=DEPTH):
     bias = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return QuantisedLinear(kind, random_blocks(kind, num_outputs, depth), bias, dtype=torch.bfloat16)
+    return random_layer(kind, num_outputs, depth, bias, dtype=torch.bfloat16)
 
 
 def rows_of(num_rows, depth=DEPTH):
@@ -50,9 +51,9 @@ def rows_of(num_rows, depth=DEPTH):
     return (torch.randn(num_rows, depth // RUN, RUN, generator=generator) * sizes).flatten(1).bfloat16()
 
 
-def rounded(rows, largest):
+def rounded(rows, largest, run=RUN):
     """Each run as whole numbers up to `largest` times a scale."""
-    runs = rows.float().unflatten(1, (-1, RUN))
+    runs = rows.float().unflatten(1, (-1, run))
     most = runs.abs().amax(dim=2, keepdim=True)
     inverse = torch.full_like(most, largest) / most  # `largest / most` rounds twice
     whole = (runs.double() * inverse.double()).round()  # as a fused multiplication and addition rounds
@@ -60,15 +61,16 @@ def rounded(rows, largest):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_product_is_that_of_rows_rounded_run_by_run(kind, num_threads, kernels):
-    """To 8 bits, or 15 in two planes; among any number of rows a row has the same bits."""
+    """To 8 bits, or 15 in two planes, in runs of the weights; among any number of rows a row has the same bits."""
     quantised, before = layer(kind), torch.get_num_threads()
     head, rows, weight = PackedHead(quantised, kernels), rows_of(43), quantised.dequantise().double()
     first = max(kernels.least_byte_rows, 5)
     largest = 127 if kernels.least_byte_rows else 127 * 128
-    expected = rounded(rows, largest) @ weight.T + quantised.bias.double()
+    run = 16 if kind in ("Q6_K", "NVFP4") else RUN
+    expected = rounded(rows, largest, run) @ weight.T + quantised.bias.double()
     sizes = rows.double().norm(dim=1, keepdim=True) * weight.norm(dim=1)
     try:
         torch.set_num_threads(num_threads)
@@ -81,7 +83,7 @@ def test_a_product_is_that_of_rows_rounded_run_by_run(kind, num_threads, kernels
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_nothing_tiny_or_no_number_stay_so(kind, kernels):
     quantised, rows = layer(kind), rows_of(9)
     rows[0], rows[1, 7], rows[2, 70], rows[3, 511] = 0, torch.inf, -torch.inf, torch.nan

@@ -158,7 +158,8 @@ def _packed_products(
     panels = torch.tensor([[0, kind], [packed.shape[1], kind]], dtype=torch.int64, device="cpu")
     struct = ProductStruct(packed.data_ptr(), None, *weight.shape, panels.data_ptr())
     is_whole = not (parts.is_float and parts.num_bits == 8)
-    yield from _product_rows(kernels, generator, struct, weight, name, in_bytes=is_whole)
+    byte_run = min(_BYTE_RUN, weight.shape[1] // parts.scales.shape[1]) if is_whole else 0
+    yield from _product_rows(kernels, generator, struct, weight, name, byte_run=byte_run)
 
 
 def _product_rows(
@@ -168,7 +169,7 @@ def _product_rows(
     weight: Tensor,
     name: str,
     *,
-    in_bytes: bool = False,
+    byte_run: int = 0,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     num_outputs, depth = weight.shape
     bias = _random(generator, kernels.dtype, num_outputs)
@@ -178,8 +179,8 @@ def _product_rows(
         if product.panels:  # one large element, so that all others are in the low plane of split rows
             rows[:, 0] = 64
         multiplied = rows.double()
-        if in_bytes and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
-            multiplied = _in_bytes(rows)
+        if byte_run and 0 < kernels.least_byte_rows <= num_rows and depth % _BYTE_RUN == 0:
+            multiplied = _in_bytes(rows, byte_run)
         expected = multiplied @ weight.T + bias.double()
         # All threads for most rows, and few of quantised weights, which each splits: calls wait on a busy machine.
         is_by_all = num_rows == _ROWS[-1] or (product.panels and num_rows == _ROWS[1])
@@ -193,9 +194,9 @@ def _product_rows(
             yield name.format(num_rows), own, expected
 
 
-def _in_bytes(rows: Tensor) -> Tensor:
+def _in_bytes(rows: Tensor, run: int) -> Tensor:
     """Rows rounded as the kernels round them: to 8 bits, with a scale for each run; float64."""
-    runs = rows.float().unflatten(1, (-1, _BYTE_RUN))
+    runs = rows.float().unflatten(1, (-1, run))
     most = runs.abs().amax(dim=2, keepdim=True)
     inverse = torch.full_like(most, 127) / most  # `127 / most` rounds twice
     return ((runs.double() * inverse.double()).round() * (most / 127).double()).flatten(1)

@@ -1,9 +1,9 @@
 // Products of rows with quantised panels as bytes (VNNI), where there are no matrix tiles: weights are not widened.
 //
-// Each run of 32 neighbours of a row becomes bytes with one scale, as in llama.cpp; with EXACT_ROWS it becomes integers
-// of 15 bits in two planes of bytes, twice the products. A run's sums are exact integers, multiplied with the scales of
-// row and weights. Panels of all kinds become unsigned bytes in thread-local memory before the rows pass over them. A
-// row's result depends on neither the other rows nor their number.
+// Each run of 32 neighbours of a row becomes bytes with one scale, as in llama.cpp, or with two for weights in runs of
+// 16; with EXACT_ROWS it becomes integers of 15 bits in two planes of bytes, twice the products. A run's sums are exact
+// integers, multiplied with the scales of row and weights. Panels of all kinds become unsigned bytes in thread-local
+// memory before the rows pass over them. A row's result depends on neither the other rows nor their number.
 #pragma once
 
 #ifdef __AVXVNNI__
@@ -46,7 +46,7 @@ using ByteFloats = float __attribute__((vector_size(sizeof(ByteSums))));
 // A run of a group's rows.
 struct alignas(64) RunOfGroup {
   int32_t values[kPlanesOfRows][kFours][kRowsOfBytes];  // four bytes each, in the order of panels; the high plane first
-  float scales[kRowsOfBytes];
+  float scales[2][kRowsOfBytes];                  // of both halves
   float sums[kRowsOfBytes];                       // of the run's values, times the scale
   int32_t excess[3][kPlanesOfRows][kRowsOfBytes];       // -128 times the values' sum: of both halves, and of the run
 };
@@ -54,16 +54,19 @@ struct alignas(64) RunOfGroup {
 // Memory for groups of rows; owned by the calling thread, read by all threads of its parallel regions.
 class ByteMemory {
  public:
+  // Rows with one scale a run, with two for runs of 16, or both.
+  bool has_whole_runs = false, has_halves = false;
+
   void reserve(int64_t num_rows, int64_t depth) {
-    const int64_t num_runs = (num_rows + kRowsOfBytes - 1) / kRowsOfBytes * (depth / kRunOfRows);
-    if (num_runs > size_) runs_.reset(new RunOfGroup[size_ = num_runs]);
+    num_runs_ = (num_rows + kRowsOfBytes - 1) / kRowsOfBytes * (depth / kRunOfRows);
+    if (2 * num_runs_ > size_) runs_.reset(new RunOfGroup[size_ = 2 * num_runs_]);
   }
 
-  RunOfGroup* runs() const { return runs_.get(); }
+  RunOfGroup* runs(bool in_halves) const { return runs_.get() + (in_halves ? num_runs_ : 0); }
 
  private:
   std::unique_ptr<RunOfGroup[]> runs_;
-  int64_t size_ = 0;
+  int64_t num_runs_ = 0, size_ = 0;
 };
 
 inline bool takes_bytes(int64_t depth) { return kHasByteRows && !kTilesAreThere && depth % kRunOfRows == 0; }
@@ -85,14 +88,13 @@ struct SplitValues {
   }
 };
 
-inline void split_run(const Element* from, RunOfGroup& to, int row) {
+inline void split_run(const Element* from, RunOfGroup& to, int row, bool in_halves) {
   constexpr float kLargest = kPlanesOfRows == 1 ? 127.0f : 127.0f * 128, kLeast = 0x1p-110f;  // as in RowScale
   const Floats low = load(from), high = load(from + kLanes);
-  const Floats magnitudes = (Floats)((Words)low & 0x7fffffffu), others = (Floats)((Words)high & 0x7fffffffu);
-  const float most = std::max(largest(magnitudes > others ? magnitudes : others), kLeast);
+  float most[2] = {largest((Floats)((Words)low & 0x7fffffffu)), largest((Floats)((Words)high & 0x7fffffffu))};
+  for (float& each : most) each = std::max(in_halves ? each : std::max(most[0], most[1]), kLeast);
   const float nothing = sum(low * 0.0f + high * 0.0f);  // NaN if any value is not finite
-  const float scale = most / kLargest + nothing, inverse = kLargest / most;
-  const SplitValues halves[2] = {{low, inverse}, {high, inverse}};
+  const SplitValues halves[2] = {{low, kLargest / most[0]}, {high, kLargest / most[1]}};
   float whole = 0;
   for (int plane = 0; plane < kPlanesOfRows; ++plane) {
     for (int half = 0; half < 2; ++half) {
@@ -105,7 +107,8 @@ inline void split_run(const Element* from, RunOfGroup& to, int row) {
     to.excess[2][plane][row] = -128 * of_run;
     whole = whole * 128 + (float)of_run;
   }
-  to.scales[row] = scale, to.sums[row] = whole * scale;
+  for (int half = 0; half < 2; ++half) to.scales[half][row] = most[half] / kLargest + nothing;
+  to.sums[row] = whole * to.scales[0][row];  // for minima, which runs of 16 do not have
 }
 
 // A panel of any kind as unsigned bytes, [depth / 4][32 outputs][4], with float scales and minima.
@@ -244,7 +247,7 @@ void multiply_outputs(const BytePanel& panel, int first, const RunOfGroup* rows,
         for (int i = 0; i < kRows; ++i) {
           ByteSums whole = of_run[0][i][half];
           if (kPlanesOfRows == 2) whole = (whole << 7) + of_run[kPlanesOfRows - 1][i][half];
-          totals[i][half] += __builtin_convertvector(whole, ByteFloats) * (scale * rows->scales[i]);
+          totals[i][half] += __builtin_convertvector(whole, ByteFloats) * (scale * rows->scales[part][i]);
           if (kHasMinima) totals[i][half] += minimum * rows->sums[i];
         }
       }
@@ -278,16 +281,24 @@ struct ByteRows {
 
   int64_t num_groups() const { return (num_rows + kRowsOfBytes - 1) / kRowsOfBytes; }
   int64_t rows_of_group() const { return (num_rows + num_groups() - 1) / num_groups(); }
-  RunOfGroup* group(int64_t row) const { return memory->runs() + row / rows_of_group() * (depth / kRunOfRows); }
+
+  const RunOfGroup* group(int64_t row, bool in_halves) const {
+    return memory->runs(in_halves) + row / rows_of_group() * (depth / kRunOfRows);
+  }
 
   // Divides the runs among the threads of the enclosing parallel region, without a barrier at the end.
   void fill(const Element* rows) const {
+    for (const bool in_halves : {false, true})
+      if (in_halves ? memory->has_halves : memory->has_whole_runs) fill(rows, in_halves);
+  }
+
+  void fill(const Element* rows, bool in_halves) const {
     const int64_t num_runs = depth / kRunOfRows, of_group = rows_of_group();
 #pragma omp for schedule(static) nowait
     for (int64_t number = 0; number < num_groups() * num_runs; ++number) {
       const int64_t first = number / num_runs * of_group, run = number % num_runs;
       for (int64_t row = first; row < std::min(num_rows, first + of_group); ++row)
-        split_run(rows + row * depth + run * kRunOfRows, memory->runs()[number], (int)(row - first));
+        split_run(rows + row * depth + run * kRunOfRows, memory->runs(in_halves)[number], (int)(row - first), in_halves);
     }
   }
 
@@ -295,7 +306,7 @@ struct ByteRows {
   void multiply(const BytePanel& panel, int64_t row, int64_t end, float* sums) const {
     if constexpr (kHasByteRows)
       for (; row < end; row += rows_of_group(), sums += rows_of_group() * kPanel)
-        multiply_bytes(panel, group(row), (int)std::min(end - row, rows_of_group()), depth, sums);
+        multiply_bytes(panel, group(row, panel.is_of_sixteen), (int)std::min(end - row, rows_of_group()), depth, sums);
   }
 };
 
@@ -304,6 +315,7 @@ struct ByteRows {
 inline bool takes_bytes(int64_t) { return false; }
 
 struct ByteMemory {
+  bool has_whole_runs, has_halves;
   void reserve(int64_t, int64_t) {}
 };
 

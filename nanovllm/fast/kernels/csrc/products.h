@@ -56,7 +56,7 @@ struct ProductRows {
 
 // Kind of a panel's product: in vectors or matrix tiles of ELEMENT, or quantised (few_rows.h, run_tiles.h,
 // byte_tiles.h, byte_rows.h, float8_rows.h).
-enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes, kByBytes, kByFewFloats };
+enum class Form { kByVectors, kByTiles, kByFewRows, kByRuns, kByPlanes, kByBytes, kByFewFloats, kByFloatTiles };
 
 inline bool takes_few_rows(int64_t kind, int64_t depth, int64_t num_rows) {
   const bool fits = depth % kRunOfRows == 0 && (kind != kBytes || depth <= kDeepestBytes);
@@ -70,6 +70,7 @@ inline Form form_of(int64_t kind, const ProductRows& rows, int64_t num_rows) {
   if (takes_few_rows(kind, rows.depth, num_rows)) return Form::kByFewRows;
   if (takes_few_floats(kind, rows.depth, num_rows) && !rows.is_tiled) return Form::kByFewFloats;
   if (suits && num_rows <= kRowsOfRuns && takes_runs(kind)) return Form::kByRuns;
+  if (suits && takes_float_tiles(kind, num_rows)) return Form::kByFloatTiles;
   return suits ? Form::kByTiles : Form::kByVectors;
 }
 
@@ -88,8 +89,11 @@ inline PlaneMemory* planes_for(const Product& product, int64_t num_rows) {
 inline ByteMemory* bytes_for(const Product& product, int64_t num_rows) {
   static thread_local ByteMemory own;
   if (product.panels == nullptr || num_rows <= kFewRows || !takes_bytes(product.depth)) return nullptr;
-  const Panel* end = product.panels + product.num_outputs / kPanel;
-  if (std::none_of(product.panels, end, [](const Panel& panel) { return is_whole(panel.kind); })) return nullptr;
+  own.has_whole_runs = own.has_halves = false;
+  for (int64_t number = 0; number < product.num_outputs / kPanel; ++number)
+    if (const int64_t kind = product.panels[number].kind; is_whole(kind))
+      (is_of_sixteen(kind) ? own.has_halves : own.has_whole_runs) = true;
+  if (!own.has_whole_runs && !own.has_halves) return nullptr;
   own.reserve(num_rows, product.depth);
   return &own;
 }
@@ -153,6 +157,10 @@ inline Sums sums_of(const Product& product, int64_t number, Form form, const flo
     own.low_scale = load(scales), own.high_scale = load(scales + kLanes);
     if (row_scales == nullptr) own.low_scale /= unit_of(own.low_scale), own.high_scale /= unit_of(own.high_scale);
   }
+  if (kind == kFloat8 && !Float8<0>::kIsScaled) {
+    const float* scales = (const float*)(product.weight + offset);
+    own.low_scale = load(scales) / kFloat8Unit, own.high_scale = load(scales + kLanes) / kFloat8Unit;
+  }
   if (product.bias != nullptr) {
     const Element* bias = product.bias + own.first_output;
     own.low_bias = load(bias), own.high_bias = load(bias + kLanes);
@@ -193,17 +201,20 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
       (few_rows = &own_integer_rows())->fill(rows.at, (int)num_rows, depth);
     if (form == Form::kByRuns && run_rows == nullptr)
       (run_rows = &own_run_rows())->fill(rows.tiles(0), (int)num_rows, depth);
-    const bool widens = kind != kPlain && (form == Form::kByVectors || form == Form::kByTiles);
-    WidePanel wide(kind, packed, widens ? depth : 0);
+    const bool is_tiled = form == Form::kByTiles || form == Form::kByFloatTiles;
+    const bool widens = kind != kPlain && (form == Form::kByVectors || is_tiled);
+    const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
+    const int64_t widened_kind = form == Form::kByFloatTiles ? (int64_t)kFloat8Unscaled : kind;
+    WidePanel wide(widened_kind, packed, widens ? depth : 0, widens && is_tiled && num_blocks == 1);
     const Element* panel = widens ? wide.elements() : (const Element*)packed;
-    wide.widen(form == Form::kByTiles ? kTileDepth : depth);
+    wide.widen(is_tiled ? kTileDepth : depth);
     const float* row_scales = form == Form::kByPlanes ? planes.memory->scales()
                               : form == Form::kByFewRows && kind == kBytes ? few_rows->scales : nullptr;
     const BytePanel byte_panel(kind, packed, form == Form::kByBytes ? depth : 0);
     Sums own = sums_of(product, number, form, row_scales);
-    const int64_t num_blocks = (count * unit + at_once - 1) / at_once;  // of nearly equal size
-    // The next panel; after the last one, the next product's. Kinds that read runs prefetch these themselves.
-    const int64_t element_bytes = kind == kBytes ? 1 : sizeof(Element);
+    // The next panel; after the last one, the next product's. Kinds that read runs prefetch these themselves; 8-bit
+    // floats in vectors have both.
+    const int64_t element_bytes = kind == kPlain ? sizeof(Element) : 1;
     const char* next = packed + depth * kPanel * element_bytes + (kind == kBytes ? kScaleBytes : 0);
     constexpr int64_t kLines = kTileDepth * kPanel * sizeof(Element) / 64;  // for one step of tiles
     const int64_t lines_of_step =
@@ -214,25 +225,33 @@ void multiply(const Product& product, const ProductRows& rows, int64_t num_rows,
       float* to = memory[turn ^= 1];
       own.at = to;
       const int rows_of_block = (int)(own.end - own.row);
-      const auto meanwhile = [&] {
+      const auto meanwhile = [&]() __attribute__((always_inline)) {
         for (int64_t line = 0; line < lines_of_step; ++line, next += 64) __builtin_prefetch(next, 0, 2);
         sums.hand_over(rows_of_step, take);
         wide.widen(kTileDepth);  // for the next instructions
       };
       switch (form) {
         case Form::kByFewRows: multiply_few(kind, packed, depth, few_rows->rows, (int)num_rows, to); break;
-        case Form::kByFewFloats: multiply_few_floats(kind, packed, depth, rows.at, (int)num_rows, to); break;
+        case Form::kByFewFloats:
+          multiply_few_floats(kind, packed, depth, rows.place(own.row, 0), rows_of_block, to);
+          break;
+        case Form::kByFloatTiles:
+          multiply_float_tiles(tiles, rows_of_block, rows.tiles(own.row), packed, wide, depth, to, meanwhile);
+          break;
         case Form::kByRuns: multiply_runs(kind, tiles, *run_rows, packed, to); break;
         case Form::kByPlanes:
           tiles.multiply_planes((int)unit, planes.tile(own.row), packed + kScaleBytes, depth, to, meanwhile);
           break;
         case Form::kByBytes: bytes.multiply(byte_panel, own.row, own.end, to); break;
         case Form::kByTiles:
-          tiles.multiply(rows_of_block, rows.tiles(own.row), panel, depth / kStep, to, meanwhile);
+          if (wide.mask == -1)
+            tiles.multiply(rows_of_block, rows.tiles(own.row), panel, depth / kStep, to, meanwhile);
+          else
+            tiles.multiply<WidePanel::kRingMask>(rows_of_block, rows.tiles(own.row), panel, depth / kStep, to, meanwhile);
           break;
         default:
           multiply_rows(rows_of_block, {rows.place(own.row, 0), depth, kStep}, panel, depth / kStep,
-                        block == 0 && kind == kPlain ? (const Element*)next : nullptr, to);
+                        block == 0 && (kind == kPlain || kind >= kFloat8) ? (const Element*)next : nullptr, to);
       }
       sums.hand_over(kRowsOfTiles, take);
       sums = own;

@@ -1,9 +1,10 @@
 // Products of up to 16 rows with quantised panels in matrix tiles of bfloat16, run by run.
 //
 // Widening a panel, with its scales, takes longer than the products of so few rows. Here values become bfloat16
-// integers plus a constant, in two or three instructions per 32 values: nibbles are masked in below an exponent. A
-// run's sums are read from the tiles and multiplied with its scales in float32; the constant is subtracted by means of
-// the sum of the row's run, as minima are added. So results are closer to the exact product than with bfloat16 weights.
+// integers plus a constant, in two or three instructions per 32 values: nibbles are masked in below an exponent, codes
+// of 4-bit floats looked up. A run's sums are read from the tiles and multiplied with its scales in float32; the
+// constant is subtracted by means of the sum of the row's run, as minima are added. So results are closer to the exact
+// product than with bfloat16 weights.
 #pragma once
 
 #include "tiles.h"
@@ -50,11 +51,11 @@ class RunRows {
   int64_t size_ = 0;
 };
 
-// A run's values of 16 outputs as [16 pairs of neighbours][16 outputs][2], in units, kExcess too large; 0 for runs that
-// are widened instead.
+// A run's values of 16 outputs as [16 pairs of neighbours][16 outputs][2], in units, kExcess too large; if they are not
+// there, runs are widened instead.
 template <class Runs>
 struct WholeNumbers {
-  static constexpr float kExcess = 0;
+  static constexpr bool kAreThere = false;
 };
 
 // Of each half of a word the bits `mask`, once the word is turned by kTurn bits, below an exponent.
@@ -67,6 +68,7 @@ inline __m512i below(uint32_t exponent, uint32_t mask, __m512i words) {
 
 template <class Scale, bool kHasZeros>
 struct WholeNumbers<Nibbles<Scale, false, kHasZeros>> {
+  static constexpr bool kAreThere = true;
   static constexpr float kExcess = 16;
 
   __attribute__((always_inline)) static void convert(const char* run, int half, __m512i* to) {
@@ -84,6 +86,7 @@ struct WholeNumbers<Nibbles<Scale, false, kHasZeros>> {
 
 template <class Scale>
 struct WholeNumbers<Nibbles<Scale, true>> {
+  static constexpr bool kAreThere = true;
   static constexpr float kExcess = 32;
 
   __attribute__((always_inline)) static void convert(const char* run, int half, __m512i* to) {
@@ -106,10 +109,32 @@ struct WholeNumbers<Nibbles<Scale, true>> {
   }
 };
 
+template <>
+struct WholeNumbers<Float4<32>> {
+  static constexpr bool kAreThere = true;
+  static constexpr float kExcess = 0;
+
+  __attribute__((always_inline)) static void convert(const char* run, int half, __m512i* to) {
+    alignas(64) static constexpr uint16_t kNumbers[16] = {  // of 4-bit floats, doubled
+        0, 0x3b80, 0x3c00, 0x3c40, 0x3c80, 0x3cc0, 0x3d00, 0x3d40,
+        0, 0xbb80, 0xbc00, 0xbc40, 0xbc80, 0xbcc0, 0xbd00, 0xbd40};
+    const __m512i numbers = _mm512_broadcast_i64x4(_mm256_load_si256((const __m256i*)kNumbers));  // of five bits, too
+    const char* from = run + Float4<32>::kScales + half * 64;
+    for (int pair = 0; pair < 16; pair += 4, from += 4 * kPanel) {
+      const __m512i words = _mm512_loadu_si512(from);
+      to[pair] = _mm512_permutexvar_epi16(words, numbers);
+      to[pair + 1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), numbers);
+      to[pair + 2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), numbers);
+      to[pair + 3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), numbers);
+    }
+  }
+};
+
 #ifdef __AVX512FP16__
 
 template <>
 struct WholeNumbers<ScaledBytes<float16, 32>> {
+  static constexpr bool kAreThere = true;
   static constexpr float kExcess = 129;  // 1 to 256, which bfloat16 holds
 
   __attribute__((always_inline)) static void convert(const char* run, int half, __m512i* to) {
@@ -177,7 +202,7 @@ __attribute__((noinline)) void multiply_half(Tiles& tiles, RunRows& rows, const 
 inline bool takes_runs(int64_t kind) {
   bool takes = false;
   if (kTilesAreThere && kind != kPlain)
-    with_runs(kind, [&](auto runs) { takes = WholeNumbers<decltype(runs)>::kExcess > 0; });
+    with_runs(kind, [&](auto runs) { takes = WholeNumbers<decltype(runs)>::kAreThere; });
   return takes;
 }
 
@@ -185,7 +210,7 @@ inline bool takes_runs(int64_t kind) {
 inline void multiply_runs(int64_t kind, Tiles& tiles, RunRows& rows, const char* panel, float* totals) {
   with_runs(kind, [&](auto runs) {
     using Runs = decltype(runs);
-    if constexpr (WholeNumbers<Runs>::kExcess > 0)
+    if constexpr (WholeNumbers<Runs>::kAreThere)
       for (int half = 0; half < 2; ++half) multiply_half<Runs>(tiles, rows, panel, half, totals);
   });
 }

@@ -48,8 +48,9 @@ class Tiles {
   }
 
   // sums[row][output of the panel] of up to 32 rows; num_steps is a multiple of kTileSteps. `meanwhile` is called for
-  // each 32 of the depth, and overlaps with the products. It may write the panel's next 32.
-  template <class Meanwhile>
+  // each 32 of the depth, and overlaps with the products. It may write the panel's next 32. kMask: of offsets in bytes
+  // from the panel on.
+  template <int64_t kMask = -1, class Meanwhile>
   void multiply(int num_rows, const TileRows& rows, const void* panel, int64_t num_steps, float* sums,
                 const Meanwhile& meanwhile) {
     constexpr int64_t kPanelStride = 128;
@@ -76,6 +77,7 @@ class Tiles {
         _tile_dpbf16ps(3, 5, 7);
       }
       at += kTileSteps * kPanelStride, first += rows.next_depth, second += rows.next_depth;
+      if constexpr (kMask != -1) at = (const char*)panel + (at - (const char*)panel & kMask);
       meanwhile();
       asm volatile("" ::: "memory");
     }
@@ -239,7 +241,7 @@ constexpr bool kTilesAreThere = false;
 
 struct Tiles {
   void release() {}
-  template <class Meanwhile>
+  template <int64_t kMask = -1, class Meanwhile>
   void multiply(int, const TileRows&, const void*, int64_t, float*, const Meanwhile&) {}
   template <class Meanwhile>
   void multiply_planes(int, const int8_t*, const void*, int64_t, float*, const Meanwhile&) {}

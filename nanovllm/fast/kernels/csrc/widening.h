@@ -2,7 +2,7 @@
 //
 // A panel is widened right before its use, to thread-local memory that stays in the cache while all rows pass over it;
 // with matrix tiles one step ahead of the first rows' products. So less is read from memory, and sums equal those of
-// the dequantised weights, rounded to ELEMENT (int8 weights are not rounded).
+// the dequantised weights, rounded to ELEMENT (weights with one scale an output are not rounded).
 #pragma once
 
 #include <memory>
@@ -34,10 +34,13 @@ enum Kind : int64_t {
   kFloat8,               // one run as deep as the panel, after its float scales
   kFloat8OfMany,         // runs of 128: float scales
   kFloat8OfFew,          // runs of 32: float scales
+  kFloat8Unscaled,       // of no panel: runs of 128, widened without their scales
 };
 
 // Whether a kind's values are whole numbers or become them.
 inline bool is_whole(int64_t kind) { return kind != kPlain && kind < kFloat8; }
+
+inline bool is_of_sixteen(int64_t kind) { return kind == kBytesOfSixteen || kind == kFloat4OfSixteen; }
 
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);  // of the kind kBytes
 
@@ -125,7 +128,7 @@ inline Floats unit_of(Floats scale) {
 
 struct PlainBytes {
   static constexpr bool kIsWhole = true;
-  static constexpr int64_t kRun = 4, kBytes = kRun * kPanel, kHeader = kScaleBytes;
+  static constexpr int64_t kRun = 4, kScales = 0, kBytes = kRun * kPanel, kHeader = kScaleBytes;
 
   static void widen(const char* panel, const char* run, Element* to) {
     for (int half = 0; half < 2; ++half) {
@@ -201,13 +204,21 @@ struct Nibbles {
   }
 };
 
+// Magnitudes of floats of few bits from their exponents and mantissas in a float's places; `zero` is the float of their
+// exponent 0. Read so, subnormal ones have a 1 before their mantissa, which the smaller result is without. (Subnormal
+// floats instead would cost some processors 150 cycles for each vector.)
+inline Floats magnitudes_of(Words bits, uint32_t zero) {
+  const Floats normal = (Floats)(bits + zero), subnormal = normal + normal - (Floats)(Words{} + zero + 0x00800000u);
+  return subnormal < normal ? subnormal : normal;
+}
+
 // Twice the numbers of the 4-bit floats whose codes are the lowest four bits of each lane.
 inline Floats doubled_float4(Words words) {
 #ifdef __AVX512F__
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
   return (Floats)_mm512_permutexvar_ps((__m512i)words, numbers);
 #else
-  return (Floats)((words & 7u) << 22 | (words & 8u) << 28) * 0x1p127f;  // the exponent's bias is 1
+  return (Floats)((Words)magnitudes_of((words & 7u) << 22, 127u << 23) | (words & 8u) << 28);
 #endif
 }
 
@@ -263,10 +274,59 @@ struct Float4 {
   }
 };
 
-// A length of 0: the panel is one run.
-template <int kLength>
+constexpr float kFloat8Unit = 0x1p-9f;  // of widened numbers, below 1: large activations overflow no sooner by them
+
+#ifdef __AVX512VBMI__
+
+// The low and high bytes of magnitudes in bfloat16, in units, by the lowest seven bits of a code.
+struct Float8Bytes {
+  uint8_t low[128], high[128];
+
+  constexpr Float8Bytes() : low(), high() {
+    for (int code = 0; code < 128; ++code) {
+      const int mantissa = code & 7, exponent = code >> 3;
+      int highest = 2;
+      while (highest > 0 && mantissa >> highest == 0) --highest;
+      int bits = (exponent + 127 - 7 - 9) << 7 | mantissa << 4;
+      if (exponent == 0) bits = mantissa == 0 ? 0 : (highest + 127 - 9 - 9) << 7 | (mantissa << (7 - highest) & 127);
+      low[code] = (uint8_t)(bits & 255), high[code] = (uint8_t)(bits >> 8);
+    }
+  }
+};
+
+// Every e4m3 is exact in bfloat16, so two tables of bytes widen 64 of them without arithmetic.
+class Float8Table {
+ public:
+  Float8Table() {
+    alignas(64) static constexpr Float8Bytes kBytes;
+    for (int half = 0; half < 2; ++half) {
+      low_[half] = _mm512_loadu_si512(kBytes.low + 64 * half);
+      high_[half] = _mm512_loadu_si512(kBytes.high + 64 * half);
+    }
+  }
+
+  // Four neighbours of each of sixteen outputs, as the pairs that are multiplied at once.
+  void widen(const char* from, __m512i& first, __m512i& second) const {
+    const __m512i codes = _mm512_loadu_si512(from);
+    constexpr int kOrAnd = 0xf8, kSelect = 0xca;
+    const __m512i low = _mm512_permutex2var_epi8(low_[0], codes, low_[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(high_[0], codes, high_[1]);
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, codes, _mm512_set1_epi8(-128), kOrAnd);
+    const __m512i lower = _mm512_set1_epi16(255);
+    first = _mm512_ternarylogic_epi32(lower, low, _mm512_slli_epi16(high, 8), kSelect);
+    second = _mm512_ternarylogic_epi32(lower, _mm512_srli_epi16(low, 8), high, kSelect);
+  }
+
+ private:
+  __m512i low_[2], high_[2];
+};
+
+#endif
+
+// A length of 0: the panel is one run, widened in units in bfloat16: its sums are multiplied with the scales.
+template <int kLength, bool kMayScale = kLength != 0 || kStep == 1>
 struct Float8 {
-  static constexpr bool kHasMinima = false, kIsWhole = false;
+  static constexpr bool kHasMinima = false, kIsWhole = false, kIsScaled = kMayScale;
   static constexpr int64_t kRun = kLength > 0 ? kLength : 4, kScales = kLength > 0 ? kScaleBytes : 0;
   static constexpr int64_t kBytes = kScales + kPanel * kRun, kHeader = kLength > 0 ? 0 : kScaleBytes;
 
@@ -275,20 +335,42 @@ struct Float8 {
   }
 
   static void widen(const char* panel, const char* run, Element* to) {
-    constexpr uint32_t kBits = 0x87f00000;  // sign, and exponent and mantissa of a float, with a bias of 7
     for (int half = 0; half < 2; ++half) {
-      const Floats scale = Float8::scale(panel, run, half);
+      const Floats scale = kIsScaled ? Float8::scale(panel, run, half) / kFloat8Unit : Floats{} + 1.0f;
       for (int64_t k = 0; k < kRun; k += 4) {
-        Words words;
-        std::memcpy(&words, run + kScales + k * kPanel + half * sizeof(words), sizeof(words));
-        const auto value = [&](int i) {
-          const Ints first = (Ints)(words << (24 - 8 * place_of_four(i)));
-          return (Floats)((Words)(first >> 4) & kBits) * 0x1p120f * scale;
-        };
-        for (int i = 0; i < 4; i += kStep)
-          store_step(to + (k + i) * kPanel + half * kStep * kLanes, value(i), value(i + kStep - 1));
+        const char* from = run + kScales + k * kPanel + half * 4 * kLanes;
+        __builtin_prefetch(from + kAhead, 0, 2);  // evenly: 65 lines at once would wait for one another
+        widen_four(from, scale, to + k * kPanel + half * kStep * kLanes);
       }
     }
+  }
+
+ private:
+  static void widen_four(const char* from, Floats scale, Element* to) {
+#ifdef __AVX512VBMI__
+    if constexpr (kStep == 2) {
+      const Float8Table table;
+      __m512i pairs[2];
+      table.widen(from, pairs[0], pairs[1]);
+      for (const __m512i& pair : pairs) {
+        const Words words = (Words)pair;
+        if (kIsScaled)
+          store_step(to, (Floats)(words << 16) * scale, (Floats)(words & 0xffff0000u) * scale);
+        else
+          std::memcpy(to, &words, sizeof(words));
+        to += 2 * kPanel;
+      }
+      return;
+    }
+#endif
+    Words words;
+    std::memcpy(&words, from, sizeof(words));
+    const auto value = [&](int i) {
+      const Words bits = (Words)((Ints)(words << (24 - 8 * place_of_four(i))) >> 4);
+      const Floats magnitude = magnitudes_of(bits & 0x07f00000u, (127 - 7 - 9) << 23);
+      return (Floats)((Words)magnitude | (bits & 0x80000000u)) * scale;
+    };
+    for (int i = 0; i < 4; i += kStep) store_step(to + i * kPanel, value(i), value(i + kStep - 1));
   }
 };
 
@@ -308,26 +390,35 @@ inline void with_runs(int64_t kind, const Use& use) {
     case kFloat8: return use(Float8<0>{});
     case kFloat8OfMany: return use(Float8<128>{});
     case kFloat8OfFew: return use(Float8<32>{});
+    case kFloat8Unscaled: return use(Float8<128, false>{});
     default: return use(Nibbles<float, true>{});
   }
 }
 
-// A quantised panel, widened step by step in memory that the thread's next panel overwrites.
+// A quantised panel, widened step by step in memory that the thread's next panel overwrites. One that is read only once
+// takes as much as stays in the L1 cache, again and again.
 class WidePanel {
  public:
-  WidePanel(int64_t kind, const char* panel, int64_t depth) : kind_(kind), panel_(panel), from_(panel), depth_(depth) {
+  static constexpr int64_t kRing = 256;  // depth: two of the longest runs
+  static constexpr int64_t kRingMask = kRing * kPanel * (int64_t)sizeof(Element) - 1;
+  const int64_t mask;  // of offsets in bytes from elements() on
+
+  WidePanel(int64_t kind, const char* panel, int64_t depth, bool is_read_once)
+      : mask(is_read_once ? kRingMask : -1), kind_(kind), panel_(panel), from_(panel), depth_(depth) {
     if (depth == 0) return;
     static thread_local std::unique_ptr<Line[]> memory;
     static thread_local int64_t size = 0;
-    if (const int64_t needed = (depth + 3) / 4 * 4 * kPanel; size < needed) {  // whole runs
+    const int64_t kept = is_read_once ? kRing : depth;
+    if (const int64_t needed = (kept + 3) / 4 * 4 * kPanel; size < needed) {  // whole runs
       size = needed;
       memory.reset(new Line[size * sizeof(Element) / sizeof(Line)]);
     }
-    first_ = to_ = (Element*)memory.get();
+    first_ = (Element*)memory.get();
     with_runs(kind, [this](auto runs) { from_ += decltype(runs)::kHeader; });
   }
 
   const Element* elements() const { return first_; }
+  const Element* at(int64_t k) const { return (const Element*)((const char*)first_ + offset(k)); }
 
   // The next `depth` elements of each output, in whole runs, or the remaining ones.
   void widen(int64_t depth) {
@@ -340,19 +431,21 @@ class WidePanel {
     Element elements[64 / sizeof(Element)];
   };
 
+  int64_t offset(int64_t k) const { return k * kPanel * (int64_t)sizeof(Element) & mask; }
+
   // Not inline: the compiler would mix its registers with those of the tiles' loop.
   template <class Runs>
   __attribute__((noinline)) void widen_runs() {
-    for (; widened_ < wanted_; widened_ += Runs::kRun, from_ += Runs::kBytes, to_ += Runs::kRun * kPanel) {
-      fetch(from_, Runs::kBytes);
-      Runs::widen(panel_, from_, to_);
+    for (; widened_ < wanted_; widened_ += Runs::kRun, from_ += Runs::kBytes) {
+      fetch(from_, Runs::kIsWhole ? Runs::kBytes : Runs::kScales);
+      Runs::widen(panel_, from_, (Element*)((char*)first_ + offset(widened_)));
     }
   }
 
   int64_t kind_;
   const char *panel_, *from_;
   int64_t depth_, wanted_ = 0, widened_ = 0;
-  Element *first_ = nullptr, *to_ = nullptr;
+  Element* first_ = nullptr;
 };
 
 }  // namespace
