@@ -82,8 +82,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 525_000
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 644_700
+    yield "package: tokens", num_tokens(PYTHON), 524_600
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 644_400
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 52_720
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 8_966
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
@@ -91,7 +91,7 @@ def project_figures() -> Iterator[tuple[str, float, float]]:
     parallel = 1_000 * num_parallel_assignments(PYTHON) / num_code_lines(PYTHON)
     yield "parallel assignments in 1,000 lines of code", round(parallel, 1), 4
     sizes = [tokens for path in PYTHON for _, _, tokens in functions(path)]
-    yield f"functions of over {MAX_FUNCTION_TOKENS} tokens", sum(size > MAX_FUNCTION_TOKENS for size in sizes), 156
+    yield f"functions of over {MAX_FUNCTION_TOKENS} tokens", sum(size > MAX_FUNCTION_TOKENS for size in sizes), 155
     yield "stale rows of docs/capabilities.md", len(differences(PAGE.read_text(encoding="utf-8"))), 0
     names = [path for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")]
     yield "names at the top of the package", len(names), 35

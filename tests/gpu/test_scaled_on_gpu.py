@@ -11,18 +11,17 @@ from tests.support.scaled_layers import Dense, replaced, scaled_linear
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or why_not(128, 128, torch.device("cuda"), has_blocks=True) is not None,
+    not torch.cuda.is_available() or why_not(128, 128, torch.device("cuda")) is not None,
     reason="needs a GPU that multiplies 8-bit floats",
 )
 ROWS = (1, 2, 7, 8, 9, 16, 63, 64, 65, 300, 1000)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 
 
-@pytest.mark.parametrize("in_blocks", [False, True], ids=["outputs", "blocks"])
 @pytest.mark.parametrize("sizes", [(128, 128), (384, 640), (4096, 2048)], ids=str)
-def test_products_of_any_number_of_rows_are_those_of_float64(sizes, in_blocks):
+def test_products_of_any_number_of_rows_are_those_of_float64(sizes):
     torch.manual_seed(0)
-    layer = scaled_linear(torch.randn(sizes, device="cuda"), in_blocks=in_blocks)
+    layer = scaled_linear(torch.randn(sizes, device="cuda"))
     states = torch.randn(max(ROWS), sizes[1], device="cuda", dtype=torch.bfloat16)
     states *= torch.logspace(-4, 2, max(ROWS), device="cuda", dtype=torch.bfloat16)[torch.randperm(max(ROWS)), None]
     expected = Dense(layer)(states.double())

@@ -2,18 +2,13 @@
 
 from torch import nn
 
-from nanovllm.models.quantised.scaled import BLOCK, E4M3, LARGEST, ScaledLinear, rounded
+from nanovllm.models.quantised.scaled import ScaledLinear, rounded
 
 
-def scaled_linear(weight, bias=None, *, in_blocks=False):
-    """A layer with the weight rounded to e4m3, with a scale an output or a block."""
-    if not in_blocks:
-        values, scales = rounded(weight)
-        return ScaledLinear(values, scales[:, 0].contiguous(), bias)
-    blocks = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    scales = blocks.abs().amax(dim=(1, 3)) / LARGEST
-    values = (blocks / scales[:, None, :, None]).clamp(-LARGEST, LARGEST).to(E4M3)
-    return ScaledLinear(values.flatten(2, 3).flatten(0, 1).contiguous(), scales, bias)
+def scaled_linear(weight, bias=None):
+    """A layer with the weight rounded to e4m3, with a scale an output."""
+    values, scales = rounded(weight)
+    return ScaledLinear(values, scales[:, 0].contiguous(), bias)
 
 
 class Dense(nn.Module):
@@ -24,11 +19,10 @@ class Dense(nn.Module):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.own = layer.dequantise().double()
         self.bias = layer.bias
-        self.run = BLOCK if layer.scales.dim() == 2 else layer.in_features
 
     def forward(self, states):
-        values, scales = rounded(states.unflatten(-1, (-1, self.run)))
-        output = (values.double() * scales.double()).flatten(-2) @ self.own.T
+        values, scales = rounded(states)
+        output = (values.double() * scales.double()) @ self.own.T
         return (output if self.bias is None else output + self.bias).to(states.dtype)
 
 

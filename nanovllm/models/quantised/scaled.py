@@ -2,7 +2,7 @@
 
 A GPU multiplies two matrices of 8-bit floats (e4m3) at twice bfloat16's rate, and reads half of its bytes. cuBLAS does
 so fastest with one scale for each matrix, for any number of rows; so the scales of outputs and of rows multiply its
-sums. Scales of blocks of 128 x 128 weights, as DeepSeek's, go into cuBLAS with a scale for each 128 inputs.
+sums.
 """
 
 from __future__ import annotations
@@ -17,25 +17,16 @@ from nanovllm.errors import UnsupportedModelError
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # number of e4m3
-BLOCK = 128
 _LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 _MULTIPLE = 16  # outputs and inputs that the products take
 _LEAST_CAPABILITY = (8, 9)  # least capability with products of 8-bit floats
-_BLOCKS_CAPABILITY = (9, 0)
-_LEAST_ROWS = 8  # rows of a product with scales of blocks; more come by fours
-_ROWS_BY = 4
 
 
-def why_not(num_outputs: int, num_inputs: int, device: torch.device, *, has_blocks: bool = False) -> str | None:
+def why_not(num_outputs: int, num_inputs: int, device: torch.device) -> str | None:
     """Why a weight has no product of 8-bit floats on the device; None if it has."""
     if num_outputs % _MULTIPLE or num_inputs % _MULTIPLE:
         return f"{num_outputs} x {num_inputs} weights are not multiples of {_MULTIPLE}"
-    if has_blocks and (num_outputs % BLOCK or num_inputs % BLOCK):
-        return f"{num_outputs} x {num_inputs} weights are not of whole blocks of {BLOCK}"
-    if has_blocks and not hasattr(nn.functional, "scaled_mm"):
-        return f"PyTorch {torch.__version__} has no scaled_mm"
-    least = _BLOCKS_CAPABILITY if has_blocks else _LEAST_CAPABILITY
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < least:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return f"{device} does not multiply 8-bit floats"
     return None
 
@@ -62,15 +53,12 @@ class ScaledLinear(PlacedLinear):
 
     Args:
         values: [out_features, in_features] e4m3, multiples of 16.
-        scales: float32 that values are to be multiplied with: [out_features], or [out_features / 128,
-            in_features / 128] for blocks.
+        scales: [out_features] float32 that values are to be multiplied with.
         bias: [out_features] or None.
     """
 
     # They compute rows apart.
-    operators: ClassVar[frozenset[str]] = frozenset(
-        {"_scaled_mm", "_scaled_mm_v2", "abs", "amax", "clamp", "constant_pad_nd", "div", "reshape"}
-    )
+    operators: ClassVar[frozenset[str]] = frozenset({"_scaled_mm", "abs", "amax", "clamp", "div", "reshape"})
     values: Tensor
     scales: Tensor
     unit: Tensor
@@ -80,8 +68,6 @@ class ScaledLinear(PlacedLinear):
         super().__init__()
         self.out_features, self.in_features = values.shape
         self.register_buffer("values", values)
-        if scales.dim() == 2:  # rows of scales are padded for the product
-            scales = nn.functional.pad(scales, (0, -scales.shape[1] % _ROWS_BY))
         self.register_buffer("scales", scales)
         self.register_buffer("unit", torch.ones((), device=values.device))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
@@ -94,47 +80,26 @@ class ScaledLinear(PlacedLinear):
         return cls(values, torch.cat([linear.scales for linear in linears]), torch.cat(biases) if biases else None)
 
     @property
-    def kind(self) -> tuple[int, bool]:
+    def kind(self) -> tuple[type, bool]:
         """Equal for layers that can be joined."""
-        return self.scales.dim(), self.bias is None
+        return type(self), self.bias is None
 
     def forward(self, states: Tensor) -> Tensor:
         rows = states.reshape(-1, self.in_features)
-        product = self._by_rows(rows) if self.scales.dim() == 1 else self._by_blocks(rows)
+        values, scales = rounded(rows)
+        dtype = torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32  # float16 would overflow
+        sums = torch._scaled_mm(values, self.values.t(), self.unit, self.unit, out_dtype=dtype)
+        product = sums * scales * self.scales
         if self.bias is not None:
             product = product + self.bias
         return product.to(states.dtype).view(*states.shape[:-1], self.out_features)
 
-    def _by_rows(self, rows: Tensor) -> Tensor:
-        values, scales = rounded(rows)
-        dtype = torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32  # float16 would overflow
-        sums = torch._scaled_mm(values, self.values.t(), self.unit, self.unit, out_dtype=dtype)
-        return sums * scales * self.scales
-
-    def _by_blocks(self, rows: Tensor) -> Tensor:
-        from torch.nn.functional import ScalingType, scaled_mm
-
-        count = len(rows)
-        rows = nn.functional.pad(rows, (0, 0, 0, max(_LEAST_ROWS - count, -count % _ROWS_BY)))
-        values, scales = rounded(rows.unflatten(1, (-1, BLOCK)))
-        recipes = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-        of_rows = scales[..., 0].t().contiguous().t()  # rows are neighbours
-        return scaled_mm(
-            values.flatten(1), self.values.t(), of_rows, recipes[0], self.scales.t(), recipes[1],
-            output_dtype=torch.bfloat16,
-        )[:count]  # fmt: skip
-
     def dequantise(self) -> Tensor:
         """The weight, [out_features, in_features] float32."""
-        scales = self.scales
-        if scales.dim() == 1:
-            return self.values.float() * scales[:, None]
-        wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-        return self.values.float() * wide[:, : self.in_features]
+        return self.values.float() * self.scales[:, None]
 
     def extra_repr(self) -> str:
-        blocks = " in blocks" * (self.scales.dim() - 1)
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{blocks}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def rounded(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -192,10 +192,7 @@ def placed_linear(linear: QuantisedLinear, device: torch.device) -> nn.Module:
 
 
 def _of_floats(parts: QuantisedParts, bias: Tensor | None) -> ScaledLinear | None:
-    """A layer of 8-bit floats with a scale an output; None for other runs or sizes.
-
-    Not with scales of blocks: torch.compile does not take the product that has them (PyTorch 2.11).
-    """
+    """A layer of 8-bit floats with a scale an output; None for other runs or sizes."""
     outputs, width = parts.values.shape
     is_whole = parts.scales.shape[1] == 1
     if not is_whole or why_not(outputs, width, parts.values.device) is not None:
