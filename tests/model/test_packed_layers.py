@@ -72,6 +72,7 @@ def use_layers(binding, num_rows=8):
     return {type(binding.calls.get(module)) for module in binding.layer_modules}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("quantization", ["int4", "int8"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 def test_layers_answer_as_their_modules_and_leave_the_same_k_and_v(family, quantization, launches):
