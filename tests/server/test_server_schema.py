@@ -89,6 +89,8 @@ def in_whole_numbers(value):
     match value:
         case float() if value.is_integer():
             return min(int(value), MAX_SEED)  # a float cannot hold MAX_SEED exactly
+        case int() if value == float(MAX_SEED):  # nor a maximum that a generator rounded to one
+            return MAX_SEED
         case list():
             return [in_whole_numbers(item) for item in value]
         case dict():
