@@ -26,6 +26,7 @@ from nanovllm.fast.kernels.packed_rows import (
     Weights,
     chunk_bytes,
     function_of,
+    memory_of_processor,
     num_processors,
     weights_of,
 )
@@ -110,20 +111,13 @@ def apply_gate(products: Tensor, gate: Sequence[float]) -> Tensor:
 
 def why_not_experts(num_experts: int, outputs: int, width: int, device: torch.device) -> str | None:
     """Why experts of these sizes have no kernel on a device; None if they have."""
-    if device.type == "cuda" and _shared_bytes(device) < _LEAST_SHARED_BYTES:
+    if device.type == "cuda" and memory_of_processor(device) < _LEAST_SHARED_BYTES:
         return f"{torch.cuda.get_device_name(device)} has too little shared memory"
     if outputs % TILE or width % TILE:
         return f"{outputs} x {width} weights are not multiples of {TILE}"
     if width > MAX_WIDTH:
         return f"{width} inputs are more than {MAX_WIDTH}"
     return f"{num_experts} experts are more than {MAX_EXPERTS}" if num_experts > MAX_EXPERTS else None
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory of a multiprocessor."""
-    found: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return found
 
 
 class _Plan(NamedTuple):
@@ -153,7 +147,7 @@ class _Plan(NamedTuple):
 
     def row_bytes(self, form: str, device: torch.device) -> int:
         """A block's shared memory for rows."""
-        return _shared_bytes(device) // self.blocks - _OTHER_BYTES - self.ring_bytes(form)
+        return memory_of_processor(device) // self.blocks - _OTHER_BYTES - self.ring_bytes(form)
 
 
 def _few(form: str, blocks: int, split: int) -> _Plan:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int, c_void_p
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,8 @@ def why_not(device: torch.device) -> str | None:
         return f"{device} is no GPU of CUDA here"
     if torch.cuda.get_device_capability(device)[0] < 9:
         return f"{torch.cuda.get_device_name(device)} has no clusters of blocks"
-    if torch.cuda.get_device_properties(device).shared_memory_per_block_optin < _SHARED_BYTES:
+    properties: Any = torch.cuda.get_device_properties(device)
+    if properties.shared_memory_per_block_optin < _SHARED_BYTES:
         return f"{torch.cuda.get_device_name(device)} has too little shared memory"
     return None if nvrtc.is_available() else "there is no libnvrtc beside PyTorch nor on the loader's path"
 
@@ -267,6 +268,13 @@ def num_processors(device: torch.device) -> int:
     return count
 
 
+@cache
+def memory_of_processor(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    found: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return found
+
+
 def _groups_of(outputs: int, device: torch.device) -> int:
     """Warpgroups of a block with outputs of their own: they share inputs where there are blocks enough."""
     enough = 0.7 * num_processors(device)
@@ -324,10 +332,9 @@ def _multiply_few(
     pointers = (None if part is None else part.data_ptr() for part in parts)
     call = _Call(weights, *pointers, len(rows), of_inputs, rest.epsilon, int(rest.gated))
     shared = _few_slot_bytes(form) + of_inputs
-    properties = torch.cuda.get_device_properties(rows.device)
-    at_once = min(_FEW_BLOCKS, properties.shared_memory_per_multiprocessor // (shared + _FEW_OWN_BYTES))
+    at_once = min(_FEW_BLOCKS, memory_of_processor(rows.device) // (shared + _FEW_OWN_BYTES))
     units = -(-weights.outputs // TILE) // (2 if rest.gated else 1)
-    num_blocks = min(units, max(1, at_once) * properties.multi_processor_count)
+    num_blocks = min(units, max(1, at_once) * num_processors(rows.device))
     _few(form, rows.device).launch_early(num_blocks, call, shared_bytes=shared)
 
 

@@ -214,3 +214,10 @@ __device__ inline void follow() {
 __device__ inline void copy16(u32 to, const void *from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0));
 }
+__device__ inline void await(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n\t.reg .pred is_done;\n\tagain:\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 is_done, [%0], %1;\n\t"
+        "@!is_done bra again;\n\t}" ::"r"(barrier), "r"(parity)
+        : "memory");
+}

@@ -50,13 +50,6 @@ __device__ inline void arrive(u32 barrier) {
 __device__ inline void arrive_with_copies(u32 barrier) {  // when this thread's copies so far are there
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-__device__ inline void await(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n\t.reg .pred is_done;\n\tagain:\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 is_done, [%0], %1;\n\t"
-        "@!is_done bra again;\n\t}" ::"r"(barrier), "r"(parity)
-        : "memory");
-}
 __device__ inline u32 rank_of_block() {
     u32 value;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(value));

@@ -65,13 +65,6 @@ __device__ inline void copy_whole(u32 to, const void *from, u32 bytes, u32 barri
                  "r"(bytes), "r"(barrier)
                  : "memory");
 }
-__device__ inline void await(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n\t.reg .pred is_done;\n\tagain:\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 is_done, [%0], %1;\n\t"
-        "@!is_done bra again;\n\t}" ::"r"(barrier), "r"(parity)
-        : "memory");
-}
 __device__ inline void meet_team(int team) { asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM) : "memory"); }
 
 // The passes of all experts, in shared memory.
