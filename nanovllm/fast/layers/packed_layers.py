@@ -43,7 +43,7 @@ class PackedLayer(KernelLayer):
             raise NotFusedError(f"{block.kind} has projections that are not packed")
         if {linear.form.dtype for linear in linears} != {self._norms[0][0].weight.dtype}:
             raise NotFusedError(f"{block.kind} has norms of another dtype than its packed products")
-        if self._linears["gate"].out_features % (2 * _TILE):
+        if self._linears["gate"].out_features % (2 * find_kernel("packed_rows", "TILE")):  # type: ignore[operator]
             raise NotFusedError(f"{block.kind} has gates that share a tile with what they gate")
         self._product: Any = find_kernel("packed_rows", "fused_product")
         self._rest: Any = find_kernel("packed_rows", "Rest")
@@ -111,9 +111,6 @@ class PackedLayer(KernelLayer):
         if gated:
             product = self._kernels["gated"](product)
         return product if residual is None else product + residual
-
-
-_TILE = 16  # outputs that the kernels take together
 
 
 def _packed(linear: Any) -> Any:
