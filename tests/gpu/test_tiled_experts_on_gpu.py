@@ -11,7 +11,6 @@ from nanovllm.fast.kernels.packed_experts import Experts, apply_gate, expert_pro
 from nanovllm.fast.kernels.packed_rows import why_not
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
-from nanovllm.models.quantised import tiled
 from nanovllm.models.quantised.tiled import tiled_linear
 from nanovllm.models.quantised.tiled_experts import TiledExperts
 from tests.support.llms import check_engine
@@ -145,20 +144,6 @@ def test_a_graph_follows_its_routes():
         rows.normal_()
         graph.replay()
         assert distance(output, expected_of(rows, ids, experts, weights, gathers=True)) < 6e-3
-
-
-@pytest.fixture
-def placed(monkeypatch):
-    """Types of the layers of models that were placed."""
-    found = []
-
-    def recorded(model, device, **options):
-        place(model, device, **options)
-        found.extend(type(module) for module in model.modules())
-
-    place = tiled.place
-    monkeypatch.setattr(tiled, "place", recorded)
-    return found
 
 
 @pytest.mark.parametrize(

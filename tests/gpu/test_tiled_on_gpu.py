@@ -80,20 +80,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def placed(monkeypatch):
-    """Types of the layers of a model that was placed."""
-    found = []
-
-    def recorded(model, device, **options):
-        place(model, device, **options)
-        found.extend(type(module) for module in model.modules())
-
-    place = tiled.place
-    monkeypatch.setattr(tiled, "place", recorded)
-    return found
-
-
-@pytest.fixture
 def fused(monkeypatch):
     """Numbers of rows of layers that ran in the launches of their products."""
     found = []
