@@ -88,10 +88,6 @@ class DenseLayer(KernelLayer):
             self._step.passed = _Passed(self._index + 1, output, position_embeddings, query)
         return output
 
-    def by_kernels(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer without this launch."""
-        return super().__call__(*args, **kwargs)
-
     def launch(
         self, kernel: Any, hidden_states: Tensor, query: Tensor | None, turns: Any, kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:

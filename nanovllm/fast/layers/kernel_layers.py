@@ -92,6 +92,8 @@ class KernelLayer:
         output = self._down(states)
         return output.add_(residual)
 
+    by_kernels = __call__  # also where a subclass runs a step in another way
+
 
 def _is_compiled(linear: Any) -> bool:
     """Whether a product is several launches, which the compiler reduces."""

@@ -64,10 +64,6 @@ class PackedLayer(KernelLayer):
             return self.by_kernels(hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
         return self.fused(hidden_states, position_embeddings, kwargs)
 
-    def by_kernels(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The layer without these launches."""
-        return super().__call__(*args, **kwargs)
-
     def fused(self, hidden_states: Tensor, turns: Any, kwargs: dict[str, Any]) -> Tensor:
         """The layer's output [1, num_rows, hidden_size]; writes its K and V. Rows of padding become zeros."""
         slots = kwargs[STEP_SLOT_MAPPING]
