@@ -29,7 +29,7 @@ from tests.support.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 async def test_a_timeout_ends_a_stream_that_runs_and_one_that_waits(monkeypatch):
     async with open_llm(max_num_seqs=1) as llm:
         in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
-        runs = asyncio.create_task(collect(llm.generate([5] * 20, ENDLESS, timeout=0.2)))
+        runs = asyncio.create_task(collect(llm.generate([5] * 20, ENDLESS, timeout=1.5)))
         await asyncio.sleep(0.02)
         waits = asyncio.create_task(collect(llm.generate([6] * 20, ENDLESS, timeout=0.05)))
         (only,) = await waits

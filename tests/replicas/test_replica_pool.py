@@ -200,7 +200,8 @@ def test_unseeded_requests_draw_what_one_engine_draws(llm, monkeypatch):
 def test_on_step_sees_the_steps_of_all_replicas_in_the_thread_of_the_call(llm):
     del STEPS[:]
     generate(llm, random_prompts(4, seed=14), SamplingParams(seed=4, max_tokens=9, ignore_eos=True))
-    assert 4 * 9 - 8 <= sum(record.num_sequences for _, record in STEPS) <= 4 * 9
+    # A replica's last step may be seen by the next call: of this one, or of the one before.
+    assert 4 * 9 - 8 <= sum(record.num_sequences for _, record in STEPS) <= 4 * 9 + 8
     assert {thread for thread, _ in STEPS} == {threading.get_ident()}
     ids = [record.step_id for _, record in STEPS]
     assert ids == list(range(ids[0], ids[0] + len(ids)))
