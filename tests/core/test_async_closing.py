@@ -90,7 +90,7 @@ def test_a_program_that_forgets_to_close_ends():
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         cwd=Path(__file__).parents[2],
         check=False,
     )

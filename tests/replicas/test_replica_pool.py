@@ -198,6 +198,7 @@ def test_unseeded_requests_draw_what_one_engine_draws(llm, monkeypatch):
 
 
 def test_on_step_sees_the_steps_of_all_replicas_in_the_thread_of_the_call(llm):
+    generate(llm, random_prompts(4, seed=15), SamplingParams(max_tokens=1))
     del STEPS[:]
     generate(llm, random_prompts(4, seed=14), SamplingParams(seed=4, max_tokens=9, ignore_eos=True))
     # A replica's last step may be seen by the next call: of this one, or of the one before.
