@@ -65,9 +65,11 @@ def test_arguments_without_effect_are_refused(llm):
             llm.chat(ASK, ONE, use_tqdm=False, **arguments)
 
 
-def test_conversations_may_come_from_a_generator(llm):
-    outputs = llm.chat((ASK for _ in range(2)), ONE, use_tqdm=False)
-    assert len({output.request_id for output in outputs}) == 2
+def test_conversations_may_come_from_a_generator_and_keep_their_order(llm):
+    contents = ("one", "two", "three")
+    outputs = llm.chat(([{"role": "user", "content": content}] for content in contents), ONE, use_tqdm=False)
+    texts = [llm.tokenizer.decode(output.prompt_token_ids) for output in outputs]
+    assert texts == [f"user: {content};A:" for content in contents]
 
 
 @pytest.mark.parametrize("message, shown", [

@@ -5,14 +5,14 @@ import math
 
 import pytest
 
-from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError, SamplingParams
+from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError
 from nanovllm.build import build_engine
 from nanovllm.features.groups.block_checks import check_scheduler
-from tests.support.llms import generate
+from tests.support.llms import generate, greedy, shared_llm
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
-LONG = SamplingParams(temperature=0.0, max_tokens=60)
+LONG = greedy(60)
 PROMPT, OTHER = random_prompts(2, low=40, high=40, seed=1)
 
 
@@ -63,28 +63,6 @@ def assert_idle_and_whole(engine):
 
 
 # ------------------------------------------------------------------------------------------------------------ timeouts
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_running_request_ends_at_its_deadline_with_what_it_has_and_its_blocks_free(clock, overlap):
-    engine = open_with(clock, overlap=overlap)
-    ask(engine, "late", timeout=5.0)
-    ask(engine, "other", OTHER)
-    assert outputs_of(engine, 8) == []
-    used = engine.stats().num_used_blocks
-    clock.now += 5.0
-    (output,) = outputs_of(engine, 1)
-    completion = output.outputs[0]
-    assert (output.request_id, output.finished, completion.finish_reason) == ("late", True, "timeout")
-    assert 6 <= len(completion.token_ids) <= 8
-    assert completion.token_ids == answer(0)[: len(completion.token_ids)]
-    assert completion.text == tiny_tokenizer().decode(completion.token_ids)
-    assert engine.stats().num_used_blocks <= used - 3
-    check_scheduler(engine.scheduler)
-    (other,) = outputs_of(engine)
-    assert other.outputs[0].token_ids == answer(1)
-    assert_idle_and_whole(engine)
 
 
 def test_a_waiting_request_ends_at_its_deadline_without_tokens(clock):
@@ -166,12 +144,11 @@ def test_a_front_door_passes_timeouts_on():
         assert last.outputs[0].finish_reason == "timeout"
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, "5", True, [1.0, 2.0, 3.0]], ids=repr)
+@pytest.mark.parametrize("timeout", [-1.0, math.inf, "5", True, [1.0, 2.0, 3.0]], ids=repr)
 def test_a_bad_timeout_is_refused(timeout):
-    with LLM(tiny_model(), **OPTIONS) as llm:
-        with pytest.raises((TypeError, ValueError), match="timeout"):
-            generate(llm, [PROMPT, OTHER], LONG, timeout=timeout)
-        assert llm.stats().num_waiting == 0
+    with pytest.raises((TypeError, ValueError), match="timeout"):
+        generate(shared_llm(), [PROMPT, OTHER], LONG, timeout=timeout)
+    assert shared_llm().stats().num_waiting == 0
 
 
 # --------------------------------------------------------------------------------------------------------- the queue
@@ -198,18 +175,6 @@ def test_a_call_with_more_prompts_than_there_is_room_for_queues_none():
             generate(llm, [PROMPT] * 4, LONG)
         assert (llm.stats().num_waiting, llm.stats().num_steps) == (0, 0)
         assert len(generate(llm, [PROMPT] * 3, LONG)) == 3
-
-
-def test_each_sample_takes_a_place_in_the_queue(clock):
-    engine = open_with(clock, max_num_seqs=2, max_queue=0)
-    with pytest.raises(QueueFullError, match="with 3 more"):
-        ask(engine, "three", PROMPT, SamplingParams(n=3, max_tokens=3))
-    ask(engine, "two", PROMPT, SamplingParams(n=2, max_tokens=3))
-    with pytest.raises(QueueFullError):
-        ask(engine, "one")
-    assert {output.request_id for output in outputs_of(engine)} == {"two"}
-    ask(engine, "one")
-    assert engine.stats().num_waiting == 1
 
 
 def test_without_max_queue_there_is_no_limit(clock):

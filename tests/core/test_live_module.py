@@ -9,27 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from nanovllm import LLM, StepError
+from nanovllm import StepError
 from nanovllm import attention as operator
-from tests.support.llms import greedy
+from tests.support import llms
+from tests.support.layer_kinds import own_answer
+from tests.support.llms import GREEDY, open_llm, token_ids
 from tests.support.snapshots import Snapshot, assert_untouched
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-GREEDY = greedy(12)
 PROMPTS = random_prompts(3, low=40, high=100)
 
 
-def open_llm(model, **options):
-    return LLM(model, tokenizer=tiny_tokenizer(), **(OPTIONS | options))
-
-
-def generate(llm, prompts=PROMPTS, params=GREEDY):
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+def generate(llm, prompts=PROMPTS):
+    return token_ids(llms.generate(llm, prompts))
 
 
 def num_cached(llm):
-    return [output.num_cached_tokens for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    return [output.num_cached_tokens for output in llms.generate(llm, PROMPTS)]
 
 
 def by_a_fresh_engine(model):
@@ -39,12 +35,7 @@ def by_a_fresh_engine(model):
 
 
 def by_its_own_generate(model):
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        answers.append(full[0, len(prompt) :].tolist())
-    return answers
+    return [own_answer(model, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
 
 
 def train(model, optimizer, seed=0):
@@ -94,15 +85,6 @@ def test_the_modules_own_parameters_are_used_without_a_copy(model):
         assert {token for answer in generate(llm) for token in answer} == {0}
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_answers_are_those_of_the_modules_own_generate(family):
-    model = tiny_model(family)
-    expected = by_its_own_generate(model)
-    with open_llm(model) as llm:
-        assert generate(llm) == expected
-
-
 def test_a_dtype_that_is_the_modules_own_is_accepted():
     with open_llm(tiny_model(dtype=torch.bfloat16), dtype="bfloat16") as llm:
         assert all(len(answer) == 12 for answer in generate(llm))
@@ -116,10 +98,11 @@ def test_a_dtype_that_is_the_modules_own_is_accepted():
         ({"device": "cuda:1"}, ["device", "cuda:1", "cpu", "auto"]),
         ({"revision": "main"}, ["revision", "hub"]),
         ({"trust_remote_code": True}, ["trust_remote_code", "loaded module"]),
+        ({"num_kv_blocks": 3}, ["num_kv_blocks"]),
     ],
     ids=str,
 )
-def test_options_that_contradict_the_module_are_refused_and_leave_no_trace(options, named, model, before):
+def test_options_that_cannot_be_are_refused_and_leave_no_trace(options, named, model, before):
     with pytest.raises(ValueError) as caught:
         open_llm(model, **options)
     assert all(part in str(caught.value) for part in named)
@@ -129,34 +112,21 @@ def test_options_that_contradict_the_module_are_refused_and_leave_no_trace(optio
 # ---------------------------------------------------------------------------------------------------- between the calls
 
 
-def test_opening_changes_nothing_on_the_module(model, before):
-    llm = open_llm(model)
-    assert_untouched(model, before)
-    llm.close()
-
-
-def test_after_a_call_the_module_is_exactly_as_it_was(model, before, llm):
-    generate(llm)
-    assert_untouched(model, before)
-
-
-def test_between_two_tokens_of_a_stream_the_module_is_exactly_as_it_was(model, before, llm):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    assert_untouched(model, before)
-    stream.close()
-
-
-def test_closing_leaves_nothing_behind(model, before):
-    llm = open_llm(model)
-    generate(llm)
-    llm.close()
+def test_between_the_calls_the_module_is_exactly_as_it_was(model, before):
+    with open_llm(model) as llm:
+        assert_untouched(model, before)
+        generate(llm)
+        assert_untouched(model, before)
+        stream = llm.stream(PROMPTS[0], GREEDY)
+        next(stream)
+        assert_untouched(model, before)
+        stream.close()
     assert_untouched(model, before)
     assert not operator.steps_in_force
 
 
 @pytest.mark.full
-def test_closing_frees_the_caches():
+def test_closing_frees_the_caches_and_leaves_the_owner_the_only_reference():
     model = tiny_model()
     llm = open_llm(model)
     generate(llm)
@@ -166,14 +136,6 @@ def test_closing_frees_the_caches():
     llm.close()
     gc.collect()
     assert all(cache() is None for cache in caches)
-
-
-@pytest.mark.full
-def test_the_owner_keeps_the_only_reference_once_the_llm_is_closed_and_gone():
-    model = tiny_model()
-    llm = open_llm(model)
-    generate(llm)
-    llm.close()
     reference = weakref.ref(model)
     del llm, model
     gc.collect()
@@ -198,31 +160,6 @@ def test_a_step_that_failed_inside_the_model_leaves_nothing_behind(error, model)
     assert generate(llm) == expected
     llm.close()
     assert_untouched(model, before)
-
-
-def test_an_llm_that_could_not_be_built_leaves_nothing_behind(model, before):
-    with pytest.raises(ValueError, match="num_kv_blocks"):
-        open_llm(model, num_kv_blocks=3)
-    assert_untouched(model, before)
-
-
-def test_a_model_that_is_refused_by_the_probe_is_left_as_it_was():
-    model = tiny_model().train()
-    model.model.layers[1].self_attn.register_forward_pre_hook(
-        lambda _, args, kwargs: (args, kwargs | {"position_bias": torch.ones(1)}), with_kwargs=True
-    )
-    before = Snapshot(model)
-    with pytest.raises(ValueError, match="position_bias"):
-        open_llm(model)
-    assert_untouched(model, before)
-
-
-def test_the_modules_own_generate_works_between_calls_and_gives_the_same_as_before(model):
-    expected = by_its_own_generate(model)
-    with open_llm(model) as llm:
-        for _ in range(2):
-            generate(llm)
-            assert by_its_own_generate(model) == expected
 
 
 def test_the_attention_implementation_is_the_owners_between_calls(model):
@@ -264,31 +201,6 @@ def test_the_owners_forward_hooks_stay_and_run(model):
     assert len(calls) > 12
 
 
-def test_a_modules_own_compiled_call_is_its_owners_again_after_a_call(model):
-    layer = model.model.layers[0]
-    layer._compiled_call_impl = compiled = lambda *args, **kwargs: layer._call_impl(*args, **kwargs)
-    with open_llm(model) as llm:
-        generate(llm)
-        assert layer._compiled_call_impl is compiled
-    assert layer._compiled_call_impl is compiled
-
-
-def test_the_owners_compiled_calls_are_not_used_for_our_passes(model):
-    """They would be compiled again, for shapes and an attention that the owner never asked for."""
-    calls = []
-
-    def compiled(*args, **kwargs):
-        calls.append(model.config._attn_implementation)
-        return type(model)._call_impl(model, *args, **kwargs)
-
-    model._compiled_call_impl = compiled
-    with open_llm(model) as llm:
-        generate(llm)
-        assert calls == []
-        model(input_ids=torch.tensor([PROMPTS[0]]))
-        assert calls == ["sdpa"]
-
-
 def test_the_callers_autocast_does_not_reach_our_passes(model):
     expected = by_a_fresh_engine(model)
     with torch.autocast("cpu", dtype=torch.bfloat16), open_llm(model) as llm:
@@ -296,19 +208,12 @@ def test_the_callers_autocast_does_not_reach_our_passes(model):
         assert generate(llm) == expected
 
 
-def test_gradients_flow_while_the_llm_is_open(model, llm):
-    generate(llm)
-    ids = torch.tensor([PROMPTS[0]])
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert torch.is_grad_enabled()
-
-
 def test_the_loss_and_gradients_are_those_of_a_module_that_no_llm_ever_touched():
     untouched, model = tiny_model(), tiny_model()
     ids = torch.tensor([PROMPTS[0]])
     with open_llm(model) as llm:
         generate(llm)
+        assert torch.is_grad_enabled()
         for module in (untouched, model):
             module.train()
             module(input_ids=ids, labels=ids).loss.backward()
@@ -335,53 +240,35 @@ def test_train_generate_train_generate_equals_a_fresh_engine_on_the_same_weights
     assert len({str(answer) for answer in answers}) == 4  # each step of training did change what it says
 
 
-def test_training_while_the_llm_is_open_learns_what_it_learns_without():
-    losses = []
-    for with_llm in (False, True):
-        model = tiny_model()
-        optimizer = adamw(model)
-        llm = open_llm(model)
-        losses.append([])
-        for seed in range(3):
-            losses[-1].append(train(model, optimizer, seed))
-            if with_llm:
-                generate(llm)
-        llm.close()
-    assert losses[0] == losses[1]
-
-
 def test_the_prefix_cache_is_kept_while_the_weights_stay(model, llm):
     generate(llm)
     by_its_own_generate(model)
     model.train()
     model.eval()
-    assert all(num_cached(llm))
-
-
-def test_the_prefix_cache_is_kept_over_a_backward_pass_without_a_step(model, llm):
-    generate(llm)
     ids = torch.tensor([PROMPTS[0]])
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(num_cached(llm))
 
 
+def values_of(model):
+    return model.model.layers[0].self_attn.v_proj
+
+
 def scale_in_place(model):
     with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.mul_(0.5)
+        values_of(model).weight.mul_(0.5)
+
+
+def assign_another_parameter(model):
+    values_of(model).weight = nn.Parameter(values_of(model).weight.detach() * 0.5)
+
+
+def give_a_parameter_another_storage(model):
+    values_of(model).weight.data = values_of(model).weight.data * 0.5
 
 
 def load_other_weights(model):
     model.load_state_dict(tiny_model(seed=5).state_dict())
-
-
-def assign_another_parameter(model):
-    projection = model.model.layers[0].self_attn.v_proj
-    projection.weight = nn.Parameter(projection.weight.detach() * 0.5)
-
-
-def give_a_parameter_another_storage(model):
-    projection = model.model.layers[0].self_attn.v_proj
-    projection.weight.data = projection.weight.data * 0.5
 
 
 def replace_a_submodule(model):
@@ -436,11 +323,10 @@ CHANGES = [
 def test_the_prefix_cache_is_dropped_when_the_owner_changed_the_module(change, model, llm):
     before = generate(llm)
     change(model)
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
-    answers = [output.outputs[0].token_ids for output in outputs]
-    assert answers == by_a_fresh_engine(model)
-    assert answers != before
+    outputs = llms.generate(llm, PROMPTS)
+    assert not any(output.num_cached_tokens for output in outputs)
+    assert token_ids(outputs) == by_a_fresh_engine(model) != before
+    assert all(num_cached(llm)), "once for each change"
 
 
 @pytest.mark.full
@@ -458,32 +344,13 @@ def test_weights_replaced_over_and_over_are_seen_though_their_memory_is_used_aga
         assert num_cached(llm) == [0, 0, 0]
 
 
-def test_the_prefix_cache_is_dropped_once_for_each_change(model, llm):
-    generate(llm)
-    scale_in_place(model)
-    assert not any(num_cached(llm))
-    assert all(num_cached(llm))
-
-
 def test_an_edit_that_leaves_no_trace_needs_weights_changed(model, llm):
     generate(llm)
-    model.model.layers[0].self_attn.v_proj.weight.data.mul_(0.5)
+    values_of(model).weight.data.mul_(0.5)
     llm.weights_changed()
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
-    assert [output.outputs[0].token_ids for output in outputs] == by_a_fresh_engine(model)
-
-
-def test_weights_changed_between_two_tokens_of_a_stream_count_from_the_next_token_on(model):
-    with open_llm(model) as llm:
-        stream = llm.stream(PROMPTS[0], GREEDY)
-        for _ in range(5):
-            first = next(stream).outputs[0].token_ids
-        scale_in_place(model)
-        *_, last = stream
-    with open_llm(copy.deepcopy(model)) as fresh:
-        rest = generate(fresh, [PROMPTS[0] + first], greedy(7))
-    assert last.outputs[0].token_ids == first + rest[0]
+    outputs = llms.generate(llm, PROMPTS)
+    assert not any(output.num_cached_tokens for output in outputs)
+    assert token_ids(outputs) == by_a_fresh_engine(model)
 
 
 def test_a_change_of_the_weights_is_seen_by_each_of_two_llms_on_one_module(model):

@@ -3,44 +3,41 @@
 import functools
 import itertools
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.errors import StepError
-from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.model_runner import ModelRunner, PendingTokens
 from nanovllm.sampling_params import sample_seeds
+from tests.support import llms
 from tests.support.chi_squared import SIGNIFICANCE, p_value
-from tests.support.llms import check_engine, submit
+from tests.support.llms import assert_idle_and_whole, submit
 from tests.support.samples import answers, requests
-from tests.support.tiny_models import random_prompts, save_tiny, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import random_prompts, save_tiny, tiny_model
 
 POOLS = {
-    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
-    "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "roomy pool": {},
+    "small chunks": {"max_num_batched_tokens": 40, "max_num_seqs": 8},
     "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
 }
 
 
 def open_llm(model=None, pool="roomy pool", **options):
-    return LLM(
-        model or tiny_model(num_layers=1),
-        tokenizer=tiny_tokenizer(),
-        enforce_eager=True,
-        block_size=16,
-        **(POOLS[pool] | options),
-    )
+    return llms.open_llm(model, **(POOLS[pool] | options))
 
 
 def generate(llm, prompts, params):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    stats = llm.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-    check_engine(llm)
+    outputs = llms.generate(llm, prompts, params)
+    assert_idle_and_whole(llm)
     return outputs
+
+
+def prompt_of(length):
+    return random_prompts(1, low=length, high=length)[0]
 
 
 def tokens_of(output):
@@ -53,18 +50,11 @@ def tokens_of(output):
 
 def test_the_first_sample_is_the_one_of_a_request_for_one():
     with open_llm() as llm:
-        (one,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12))
-        (four,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12, n=4))
-        (two,) = generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12, n=2))
-    assert tokens_of(four)[0] == tokens_of(one)[0]
-    assert tokens_of(four)[:2] == tokens_of(two)
-    assert len({tuple(tokens) for tokens in tokens_of(four)}) == 4
-
-
-def test_a_request_without_a_seed_has_other_samples_each_time():
-    with open_llm() as llm:
-        outputs = generate(llm, [[5, 6, 7]] * 3, SamplingParams(max_tokens=12, n=3))
-    assert len({tuple(tokens) for output in outputs for tokens in tokens_of(output)}) == 9
+        one, two, four = (
+            tokens_of(generate(llm, [[5, 6, 7]], SamplingParams(seed=3, max_tokens=12, n=n))[0]) for n in (1, 2, 4)
+        )
+    assert (four[:1], four[:2]) == (one, two)
+    assert len(set(map(tuple, four))) == 4
 
 
 def test_asking_for_samples_leaves_the_noise_of_the_requests_behind_alone():
@@ -97,17 +87,10 @@ def group_counts(tokens, likely):
     return torch.cat([counts, tokens.numel() - counts.sum(dim=0, keepdim=True)])
 
 
-def test_seeds_of_samples_collide_neither_with_each_other_nor_with_seeds_nearby():
-    given = [*range(50), 2**64 - 1]
-    seeds = {each for seed in given for each in sample_seeds(seed, 50, engine_seed=0, request_number=0)}
-    assert len(seeds) == 51 * 50
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("length", [1, 96, 97, 100])
 def test_the_prompt_is_computed_once_with_its_begun_block(length, enable_prefix_caching):
-    prompt = random_prompts(1, low=length, high=length)[0]
+    prompt = prompt_of(length)
     with open_llm(enable_prefix_caching=enable_prefix_caching) as llm:
         (output,) = generate(llm, [prompt], SamplingParams(n=5, max_tokens=4, ignore_eos=True))
         assert llm.stats().num_scheduled_tokens == length + 5 * 3
@@ -124,7 +107,7 @@ def test_samples_in_small_chunks_share_the_prompt_too():
 @functools.cache
 def each_alone(length, n):
     """The samples of a prompt, each as a request for one with its seed."""
-    prompt, found = random_prompts(1, low=length, high=length)[0], []
+    prompt, found = prompt_of(length), []
     with open_llm(overlap=False, enable_prefix_caching=False) as llm:
         for seed in sample_seeds(length, n, engine_seed=0, request_number=0):
             found += tokens_of(generate(llm, [prompt], SamplingParams(seed=seed, max_tokens=40, ignore_eos=True))[0])
@@ -141,7 +124,7 @@ def each_alone(length, n):
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_sample_is_the_request_with_its_seed_alone(n, options):
     lengths = (1, 16, 33, 47, 100)
-    prompts = [random_prompts(1, low=length, high=length)[0] for length in lengths]
+    prompts = [prompt_of(length) for length in lengths]
     params = [SamplingParams(seed=length, n=n, max_tokens=40, ignore_eos=True) for length in lengths]
     with open_llm(**options) as llm:
         outputs = generate(llm, prompts, params)
@@ -152,7 +135,7 @@ def test_each_sample_is_the_request_with_its_seed_alone(n, options):
 
 @pytest.mark.full
 def test_ranks_draw_the_samples_of_one_process(tmp_path):
-    folder, prompt = save_tiny(tmp_path, "llama"), random_prompts(1, low=47, high=47)[0]
+    folder, prompt = save_tiny(tmp_path, "llama"), prompt_of(47)
     found = []
     for num_ranks in (1, 2):
         with open_llm(folder, tensor_parallel_size=num_ranks) as llm:
@@ -178,7 +161,7 @@ def fails_once(call, number):
 @pytest.mark.parametrize("fails", ["launch", "read"])
 def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
     """The step that computes the prompt fails, or the one that copies its begun block, or one of those behind."""
-    prompt = random_prompts(1, low=47, high=47)[0]
+    prompt = prompt_of(47)
     failing = {"launch": (ModelRunner, "launch"), "read": (PendingTokens, "result")}
     for number in range(4):
         with open_llm() as llm:
@@ -191,57 +174,27 @@ def test_a_failed_step_of_forks_changes_no_sample(fails, monkeypatch):
                         engine.step()
                 output = engine.outputs.pop()
             assert llm.stats().num_failed_steps > 0
-            check_scheduler(engine.scheduler)
+            assert_idle_and_whole(llm)
         assert tokens_of(output) == each_alone(47, 4)
 
 
-def opened(llm, prompt, *, priority=0, **params):
-    """Sequences of a request that the engine has taken."""
-    engine, params = llm._open_engine(), SamplingParams(seed=1, **params)
-    name = f"{len(engine.requests)}"
-    submit(engine, name, prompt, params, priority=priority)
-    return list(engine.requests[name].sequences)
-
-
-def test_later_requests_take_no_slot_of_samples_whose_prompt_is_being_computed():
-    with open_llm(max_num_seqs=4, max_num_batched_tokens=20) as llm:
-        samples = opened(llm, list(range(5, 69)), n=4, max_tokens=30)
-        llm._engine.step()
-        others = [opened(llm, [7, 8, number], max_tokens=30) for number in range(3)]
-        while not samples[0].num_output_tokens:
-            llm._engine.step()
-        assert [sample.num_output_tokens for sample in samples] == [1] * 4
-        assert not any(sequence.is_running for (sequence,) in others)
-
-
-def test_a_more_urgent_request_comes_before_the_other_samples():
-    with open_llm(max_num_seqs=4, max_num_batched_tokens=20) as llm:
-        samples = opened(llm, list(range(5, 67)), n=4, max_tokens=30, priority=5)
-        for _ in range(3):
-            llm._engine.step()
-        (urgent,) = opened(llm, list(range(20)), max_tokens=2)  # no room for its first block next to the last chunk
-        for _ in range(3):
-            llm._engine.step()
-        assert samples[0].num_output_tokens and urgent.num_output_tokens
-
-
 def test_more_samples_than_run_at_once_wait_their_turn():
-    with open_llm(max_num_seqs=3) as llm:
-        (many,) = generate(llm, [[5, 6, 7]], SamplingParams(n=10, seed=1, max_tokens=9))
-    with open_llm() as llm:
-        (at_once,) = generate(llm, [[5, 6, 7]], SamplingParams(n=10, seed=1, max_tokens=9))
-    assert tokens_of(many) == tokens_of(at_once)
-    assert len(tokens_of(many)) == 10
+    found = []
+    for options in ({}, {"max_num_seqs": 3}):
+        with open_llm(**options) as llm:
+            found += generate(llm, [[5, 6, 7]], SamplingParams(n=10, seed=1, max_tokens=9))
+    assert tokens_of(found[0]) == tokens_of(found[1])
+    assert len(tokens_of(found[0])) == 10
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_each_sample_ends_in_its_own_way_and_the_request_with_the_last(overlap):
     with open_llm(overlap=overlap) as llm:
-        (free,) = generate(llm, [[5, 6, 7]], SamplingParams(n=4, seed=1, max_tokens=30))
+        params = SamplingParams(n=4, seed=1, max_tokens=30)
+        (free,) = generate(llm, [[5, 6, 7]], params)
         stop_token = tokens_of(free)[1][3]
         stop = next(c for c in free.outputs[2].text[8:] if c.isalpha())
-        params = SamplingParams(n=4, seed=1, max_tokens=30, stop_token_ids=[stop_token], stop=[stop])
-        (ended,) = generate(llm, [[5, 6, 7]], params)
+        (ended,) = generate(llm, [[5, 6, 7]], replace(params, stop_token_ids=[stop_token], stop=[stop]))
     assert {completion.finish_reason for completion in ended.outputs} <= {"stop", "length"}
     assert len({len(tokens) for tokens in tokens_of(ended)}) > 1
     for before, after in zip(free.outputs, ended.outputs, strict=True):
@@ -265,7 +218,7 @@ def test_a_stream_shows_all_samples_after_each_step(overlap):
     with open_llm(overlap=overlap) as llm:
         (whole,) = generate(llm, [[5, 6, 7]], params)
         seen = list(llm.stream([5, 6, 7], params))
-        assert llm.stats().num_used_blocks == 0
+        assert_idle_and_whole(llm)
     assert tokens_of(seen[-1]) == tokens_of(whole)
     assert [output.finished for output in seen] == [False] * (len(seen) - 1) + [True]
     for earlier, later in pairwise(seen):
@@ -274,41 +227,16 @@ def test_a_stream_shows_all_samples_after_each_step(overlap):
             assert after.text.startswith(before.text)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_abort_ends_all_samples_together(overlap):
-    with open_llm(overlap=overlap, max_num_seqs=3) as llm:
-        engine = llm._engine
-        submit(engine, "r", [5, 6, 7], SamplingParams(n=5, max_tokens=100))
-        for _ in range(4):
-            engine.step()
-        output = engine.abort("r")
-        assert [completion.finish_reason for completion in output.outputs] == ["abort"] * 5
-        assert output.finished
-        assert not engine.has_unfinished
-        assert engine.stats().num_used_blocks == engine.stats().num_waiting == 0
-        assert engine.abort("r") is None
-
-
-def test_a_closed_stream_of_samples_frees_all_of_them():
-    with open_llm(overlap=True) as llm:
-        stream = llm.stream([5] * 40, SamplingParams(n=3, max_tokens=100))
-        next(stream)
-        stream.close()
-        stats = llm.stats()
-        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
-
-
 def test_a_sample_that_fails_leaves_its_siblings_alone():
     def fails_for_some(token_ids, row):
         if len(token_ids) == 5 and token_ids[3] % 2:
             raise RuntimeError("odd")
         return row
 
+    params = SamplingParams(n=8, seed=1, max_tokens=6)
     with open_llm() as llm:
-        (free,) = generate(llm, [[5, 6, 7]], SamplingParams(n=8, seed=1, max_tokens=6))
-        (some,) = generate(
-            llm, [[5, 6, 7]], SamplingParams(n=8, seed=1, max_tokens=6, logits_processors=fails_for_some)
-        )
+        (free,) = generate(llm, [[5, 6, 7]], params)
+        (some,) = generate(llm, [[5, 6, 7]], replace(params, logits_processors=fails_for_some))
     is_odd = [tokens[0] % 2 == 1 for tokens in tokens_of(free)]
     assert True in is_odd and False in is_odd
     assert [completion.finish_reason == "error" for completion in some.outputs] == is_odd
@@ -321,11 +249,6 @@ def test_a_sample_that_fails_leaves_its_siblings_alone():
 def test_what_is_no_number_of_samples_is_refused(value, error):
     with pytest.raises(error, match=r"n (is|must be)"):
         SamplingParams(n=value)
-
-
-def test_greedy_samples_are_refused():
-    with pytest.raises(ValueError, match="n is 2 and temperature 0: all samples would be the same"):
-        SamplingParams(n=2, temperature=0.0)
 
 
 # ------------------------------------------------------------------------------------------------ the same in every way

@@ -15,24 +15,11 @@ from tests.support.llms import (
     generate,
     greedy,
     open_llm,
-    script,
     shared_llm,
     token_ids,
 )
 from tests.support.refusals import invalid
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
-
-
-def test_chat_answers_a_conversation_through_the_chat_template():
-    (output,) = shared_llm().chat([{"role": "user", "content": "What is it?"}], GREEDY, use_tqdm=False)
-    assert tiny_tokenizer().decode(output.prompt_token_ids) == "<|user|>What is it?<|end|><|assistant|>"
-
-
-def test_chat_answers_several_conversations_in_order():
-    conversations = [[{"role": "user", "content": content}] for content in ("one", "two", "three")]
-    outputs = shared_llm().chat(conversations, GREEDY, use_tqdm=False)
-    assert ["one" in tiny_tokenizer().decode(o.prompt_token_ids) for o in outputs] == [True, False, False]
-    assert len(outputs) == 3
 
 
 def test_a_chat_template_of_a_file_leaves_the_callers_tokenizer_as_it_was(tmp_path):
@@ -44,62 +31,6 @@ def test_a_chat_template_of_a_file_leaves_the_callers_tokenizer_as_it_was(tmp_pa
         assert tokenizer.decode(prompt) == "say hello" and tokenizer.chat_template == before
     with invalid("there is no tokenizer to use it"):
         LLM(tiny_model(), chat_template=path, **OPTIONS)
-
-
-def test_the_deltas_of_a_stream_join_to_the_text_of_generate():
-    prompt, params = random_prompts(1)[0], greedy(60)
-    texts = [output.outputs[0].text for output in shared_llm().stream(prompt, params)]
-    shown = ""
-    for text in texts:
-        assert text.startswith(shown)
-        shown = text
-    assert shown == generate(shared_llm(), prompt, params)[0].outputs[0].text
-
-
-def test_a_stream_yields_each_token_and_ends_with_the_finished_output():
-    outputs = list(shared_llm().stream([5, 6, 7], GREEDY))
-    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 13))
-    assert [output.finished for output in outputs] == [False] * 11 + [True]
-    assert outputs[-1].outputs[0].finish_reason == "length"
-
-
-def test_a_stream_shows_no_part_of_a_character(monkeypatch):
-    llm = shared_llm()
-    says = script(monkeypatch, llm, "go 😀 你好!")
-    texts = [o.outputs[0].text for o in llm.stream("ask", SamplingParams(max_tokens=len(says)))]
-    assert texts[-1] == "go 😀 你好!"
-    assert not any("\ufffd" in text for text in texts)
-
-
-def test_a_stream_shows_no_part_of_a_stop_string(monkeypatch):
-    llm = shared_llm()
-    says = script(monkeypatch, llm, "well done zqxv, zqxj never seen")
-    texts = [o.outputs[0].text for o in llm.stream("ask", SamplingParams(max_tokens=len(says), stop="zqxj"))]
-    assert texts[-1] == "well done zqxv, "
-    assert all(texts[-1].startswith(text) for text in texts)
-
-
-def test_a_stop_string_longer_than_the_text_so_far_is_held_back_whole(monkeypatch):
-    llm = shared_llm()
-    says = script(monkeypatch, llm, "zqxv wzqj kx and on")
-    texts = [o.outputs[0].text for o in llm.stream("ask", SamplingParams(max_tokens=len(says), stop="zqxv wzqj kx"))]
-    assert set(texts) == {""}
-
-
-def test_closing_a_stream_frees_its_blocks():
-    llm = open_llm()
-    stream = llm.stream([5] * 40, GREEDY)
-    next(stream)
-    assert llm.stats().num_used_blocks > 0
-    stream.close()
-    assert_idle_and_whole(llm)
-
-
-def test_leaving_a_loop_over_a_stream_leaves_the_llm_usable():
-    llm = open_llm()
-    for _ in llm.stream([5] * 40, GREEDY):
-        break
-    assert token_ids(generate(llm, [5, 6, 7])) == token_ids(generate(shared_llm(), [5, 6, 7]))
 
 
 def test_generate_inside_a_loop_over_a_stream_answers_and_the_stream_goes_on():
@@ -121,24 +52,6 @@ def test_a_stream_shows_every_token_even_if_another_call_computed_it_meanwhile()
     seen += stream
     assert [len(output.outputs[0].token_ids) for output in seen] == list(range(1, 13))
     assert [output.finished for output in seen] == [False] * 11 + [True]
-
-
-def test_streams_of_one_llm_run_interleaved():
-    llm, prompts = open_llm(), random_prompts(3)
-    last = []
-    for outputs in zip(*(llm.stream(prompt, GREEDY) for prompt in prompts), strict=True):
-        last = token_ids(list(outputs))
-    assert last == token_ids(generate(shared_llm(), prompts))
-
-
-def test_closing_one_stream_leaves_another_one_going():
-    llm = open_llm()
-    first, second = (llm.stream([token] * 40, GREEDY) for token in (5, 6))
-    next(first), next(second)
-    first.close()
-    *_, last = second
-    assert token_ids([last]) == token_ids(generate(shared_llm(), [6] * 40))
-    assert_idle_and_whole(llm)
 
 
 def test_a_stream_survives_the_failure_of_a_step_that_another_call_took(monkeypatch):
