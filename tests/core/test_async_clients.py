@@ -15,9 +15,9 @@ from tests.support.async_llms import (
     assert_idle_and_whole,
     bounded,
     collect,
-    comes_true,
     in_engine_steps,
     open_llm,
+    stats_become,
 )
 from tests.support.llms import greedy
 
@@ -124,11 +124,7 @@ async def test_streams_of_an_event_loop_that_is_closed_are_aborted(pause):
             loop.close()
 
         await asyncio.to_thread(forget)
-
-        async def is_idle():
-            return (await llm.stats()).num_used_blocks == 0
-
-        assert await comes_true(is_idle)
+        assert await stats_become(llm, num_used_blocks=0)
         assert (await llm.stats()).num_output_tokens < 450
         await assert_idle_and_whole(llm)
         assert not llm._router._due
@@ -147,11 +143,7 @@ async def test_a_client_that_does_not_read_stalls_nobody_and_finds_everything_in
         idle = llm.generate([9] * 20, params, output_kind=kind, request_id="idle")
         first = await anext(idle)
         assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
-
-        async def has_ended():
-            return (await llm.stats()).num_running == 0
-
-        assert await comes_true(has_ended)
+        assert await stats_become(llm, num_running=0)
         (last,) = await collect(idle)
         token_ids, text = answers([[9] * 20], params)[0]
         shown = len(first.outputs[0].token_ids) if kind == "delta" else 0

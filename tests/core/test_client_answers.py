@@ -12,15 +12,12 @@ from tests.support.async_llms import bounded, collect
 from tests.support.async_llms import open_llm as open_async_llm
 from tests.support.llms import check_engine, generate, greedy, open_llm, shared_llm, token_ids
 from tests.support.public_options import make_sequence
+from tests.support.replicas import completions
 from tests.support.scheduling import make_scheduler
 from tests.support.tiny_models import random_prompts
 
 LONG = greedy(30, ignore_eos=True)
 SAMPLES = SamplingParams(n=6, seed=3, max_tokens=30, ignore_eos=True)
-
-
-def tokens_of(outputs):
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 @pytest.mark.full
@@ -29,11 +26,11 @@ def tokens_of(outputs):
 def test_answers_do_not_depend_on_who_takes_whose_place(overlap, num_kv_blocks):
     prompts = random_prompts(4, low=10, high=30, seed=5)
     params = [SAMPLES, LONG, LONG, SAMPLES]
-    expected = tokens_of([generate(shared_llm(), [p], one)[0] for p, one in zip(prompts, params, strict=True)])
+    expected = completions([generate(shared_llm(), [p], one)[0] for p, one in zip(prompts, params, strict=True)])
     pool = {"num_kv_blocks": num_kv_blocks, "max_model_len": 256}
     with open_llm(max_num_seqs=3, overlap=overlap, client_weights={"c": 2.0}, **pool) as llm:
         outputs = generate(llm, prompts, params, client=["a", "b", "c", "b"])
-        assert tokens_of(outputs) == expected
+        assert completions(outputs) == expected
         stats = llm.stats()
         assert stats.num_preemptions > 0 and (stats.num_clients, stats.client_gap) == (0, 0.0)
         check_engine(llm)
@@ -80,11 +77,6 @@ async def test_clients_of_an_async_engine_share_it():
 def test_a_client_that_is_no_string_is_refused(client):
     with pytest.raises(TypeError, match="client must be a string"):
         generate(shared_llm(), [[1], [2]], client=client)
-
-
-def test_an_unknown_option_of_a_request_is_refused_by_name():
-    with pytest.raises(TypeError, match="no option 'clinet'; its options are priority, cache_salt, timeout, client"):
-        shared_llm().as_completed([[1]], clinet="a")
 
 
 def test_a_trace_keeps_the_client(tmp_path):

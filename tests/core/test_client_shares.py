@@ -50,18 +50,16 @@ def test_one_client_keeps_the_order_of_arrival_and_nothing_is_shared():
     assert [chunks(loop.step()).popitem()[0] for _ in range(3)] == ["0", "1", "2"]
 
 
-def test_clients_take_turns_however_many_requests_one_has():
-    loop = one_slot()
-    add_many(loop, "a", 6)
-    add_many(loop, "b", 3)
-    assert started(loop, 9) == "abababaaa"
-
-
-def test_the_counters_decide_within_a_step_too():
-    loop = make_loop(max_num_seqs=4, enable_prefix_caching=False)
-    add_many(loop, "a", 6)
-    add_many(loop, "b", 6)
-    assert started(loop, 1) == "abab"
+@pytest.mark.parametrize(
+    "max_num_seqs, counts, num_steps, order",
+    [(1, (6, 3), 9, "abababaaa"), (4, (6, 6), 1, "abab")],
+    ids=["however many requests one has", "within a step too"],
+)
+def test_clients_take_turns(max_num_seqs, counts, num_steps, order):
+    loop = make_loop(max_num_seqs=max_num_seqs, enable_prefix_caching=False)
+    for client, count in zip("ab", counts, strict=True):
+        add_many(loop, client, count)
+    assert started(loop, num_steps) == order
 
 
 def test_a_client_with_twice_the_weight_gets_twice_the_service():
@@ -72,7 +70,7 @@ def test_a_client_with_twice_the_weight_gets_twice_the_service():
 
 
 def test_an_urgent_request_goes_before_the_least_served_client():
-    loop = make_loop(max_num_seqs=1)
+    loop = one_slot()
     add_many(loop, "a", 1, priority=-1)
     add_many(loop, "b", 1)
     add_many(loop, "a", 1, priority=-1)
@@ -115,8 +113,8 @@ def test_a_client_with_a_running_request_has_saved_up_nothing_either():
 
 def test_requests_that_cannot_start_hide_those_of_other_clients_for_some_turns_only():
     """One long prompt at a time: the others of its client wait, and are skipped."""
-    limits = {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 8, "max_num_batched_tokens": 80}
-    loop = make_loop(max_num_seqs=70, max_model_len=64, num_kv_blocks=2000, client_weights={"b": 0.001}, **limits)
+    limits = {"max_num_seqs": 70, "max_num_batched_tokens": 80, "num_kv_blocks": 2000} | ONE_LONG
+    loop = make_loop(client_weights={"b": 0.001}, **limits)
     for number in range(70):
         loop.add(prompt(60, number % 7), client="a", cache_salt=str(number))
     add_many(loop, "b", 2)  # after the first of which it is the most-served one by far
@@ -170,14 +168,6 @@ def test_the_last_token_of_a_client_is_counted_too():
     assert served(loop) == {"a": 4 + DECODE_COST, "b": 4 + DECODE_COST}
 
 
-def test_all_samples_of_a_request_are_its_clients():
-    queue = make_scheduler().waiting
-    for arrival in range(3):
-        queue.join(make_sequence([1, 2], arrival=arrival, client="a"))
-    queue.join(make_sequence([1, 2], arrival=3, client="b"))
-    assert queue.num_clients == 2 and len(queue) == 4
-
-
 def test_the_costs_are_those_of_construction():
     plain = make_scheduler()
     queue = ClientQueue(plain.config, plain.block_manager, prefill_cost=0.25, decode_cost=2.0)
@@ -203,18 +193,6 @@ def test_an_idle_client_is_remembered_until_the_others_have_caught_up():
     assert served(loop) == {"a": 28.0} and not loop.scheduler.waiting.is_shared
     started(loop, 1)
     assert served(loop) == {}
-
-
-def test_memory_of_clients_is_bounded(monkeypatch):
-    monkeypatch.setattr(client_queue, "MAX_IDLE", 5)
-    loop = make_loop(max_num_seqs=2, enable_prefix_caching=False)
-    loop.add(prompt(4), client="a", max_tokens=60, priority=0)
-    for number in range(30):
-        loop.add(prompt(60, number % 7), client=f"client {number}", max_tokens=1)
-        loop.step()
-        assert len(served(loop)) <= 2 + 5
-    loop.drain()
-    assert loop.scheduler.waiting._levels == {} and loop.scheduler.waiting.num_clients == 0
 
 
 def test_memory_of_clients_is_bounded_over_all_priority_levels(monkeypatch):
@@ -445,14 +423,11 @@ def test_a_request_that_waits_for_files_is_passed_by_other_clients(monkeypatch):
     assert chunks(loop.step()) == {"1": (0, 10)}
 
 
+ONE_LONG = {"max_long_partial_prefills": 1, "long_prefill_token_threshold": 8}
 LIMITS = {
     "no limits": {},
-    "one long prompt": {
-        "max_num_partial_prefills": 3,
-        "max_long_partial_prefills": 1,
-        "long_prefill_token_threshold": 8,
-    },
-    "one prompt": {"max_num_partial_prefills": 1, "max_long_partial_prefills": 1, "long_prefill_token_threshold": 8},
+    "one long prompt": {"max_num_partial_prefills": 3} | ONE_LONG,
+    "one prompt": {"max_num_partial_prefills": 1} | ONE_LONG,
 }
 KINDS = {
     "full attention": [],

@@ -218,17 +218,12 @@ async def test_a_cancelled_call_frees_its_blocks():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await async_llms.comes_true(lambda: _is_idle(llm))
+        assert await async_llms.stats_become(llm, num_running=0, num_waiting=0)
         await async_llms.assert_idle_and_whole(llm)
 
 
 async def _runs(llm):
     return (await llm.stats()).num_running > 0
-
-
-async def _is_idle(llm):
-    stats = await llm.stats()
-    return stats.num_running == stats.num_waiting == 0
 
 
 def test_token_ids_of_neighbours_and_embeddings_in_one_call_keep_their_order():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm import LLM, EngineConfig, SamplingParams, TraceWriter
+from nanovllm import EngineConfig, SamplingParams, TraceWriter
 from nanovllm.features.costs.learned_costs import relative_decode_cost
 from nanovllm.features.engine_stats import BudgetStats
 from nanovllm.features.goals import building
@@ -15,17 +15,18 @@ from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.serving.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
+from tests.support import llms
 from tests.support.llms import check_engine, generate, greedy
 from tests.support.refusals import invalid
+from tests.support.replicas import completions
 from tests.support.sweeps import CALIBRATION
-from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import random_prompts, tiny_model
 
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 GREEDY = greedy(16, ignore_eos=True)
 
 
 def open_llm(**options):
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+    return llms.open_llm(tiny_model(), **options)
 
 
 def answers(params=GREEDY, **options):
@@ -34,7 +35,7 @@ def answers(params=GREEDY, **options):
         outputs = generate(llm, prompts, params)
         check_engine(llm)
         assert (llm.stats().budget is None) == ("itl_goal" not in options)
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+    return completions(outputs)
 
 
 @pytest.fixture(scope="module")
@@ -98,27 +99,25 @@ def test_a_calibration_begins_the_predictions(tmp_path):
         open_llm(itl_goal=60.0, step_costs=str(tmp_path / "other.json"))
 
 
-def test_a_request_may_wait_longer_and_not_less():
-    with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
-        generate(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=60.0, ttft_goal=100.0))
-        with invalid(r"itl_goal of a request is 50 s, and that of the engine is 60 s; "):
-            generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=50.0))
-        with invalid("ttft_goal of a request is 50 s, and that of the engine is 90 s"):
-            generate(llm, [[1, 2, 3]], SamplingParams(ttft_goal=50.0))
-    with open_llm() as llm, invalid(r"is 50 s, and that of the engine is none; "):
-        generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=50.0))
-
-
-def test_a_request_is_compared_with_the_goals_in_force_and_not_with_those_of_the_start():
+def test_a_request_may_wait_longer_than_by_the_goals_in_force_and_not_less():
+    """In force are those that "auto" has once the machine is faster, not those of the start."""
     with open_llm(itl_goal=60.0, ttft_goal=90.0) as llm:
         budget = llm._engine.scheduler.budget
-        budget.itl_goal, budget.ttft_goal = 30.0, 45.0  # as "auto" has them once the machine is faster
+
+        def refused(name, goal, in_force):
+            with invalid(f"{name} of a request is {goal} s, and that of the engine is {in_force} s"):
+                generate(llm, [[1, 2, 3]], SamplingParams(**{name: float(goal)}))
+
+        generate(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=60.0, ttft_goal=100.0))
+        refused("itl_goal", 50, 60)
+        refused("ttft_goal", 50, 90)
+        budget.itl_goal, budget.ttft_goal = 30.0, 45.0
         generate(llm, [[1, 2, 3]], SamplingParams(max_tokens=2, itl_goal=30.0, ttft_goal=45.0))
-        with invalid(r"itl_goal of a request is 29 s, and that of the engine is 30 s; "):
-            generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=29.0))
+        refused("itl_goal", 29, 30)
         budget.itl_goal = 90.0
-        with invalid(r"itl_goal of a request is 80 s, and that of the engine is 90 s; "):
-            generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=80.0))
+        refused("itl_goal", 80, 90)
+    with open_llm() as llm, invalid(r"is 50 s, and that of the engine is none; "):
+        generate(llm, [[1, 2, 3]], SamplingParams(itl_goal=50.0))
 
 
 def test_the_front_of_replicas_compares_with_the_goals_that_they_reported():
@@ -217,17 +216,3 @@ def test_a_simulation_keeps_the_goal_with_the_engines_own_budget():
     worst = [max(metrics.max_itl for metrics in run.requests) for run in (goal, usual)]
     assert worst[0] <= 0.0202 < worst[1]
     assert (goal.stats[0].budget.itl_goal, usual.stats[0].budget) == (0.02, None)
-
-
-@pytest.mark.parametrize("clients", [("", ""), ("one", "flood")])
-def test_short_prompts_pass_a_long_one_in_a_simulation_with_a_goal(clients):
-    """A step takes at most 10.5 ms: that in progress, one of the long prompt and the short one's own are due."""
-    short, other = clients
-    calibration = replace(CALIBRATION, max_position_embeddings=8192, kv_cache_bytes=100 * 16 * 8192)
-    config = calibration.resolve(EngineConfig(itl_goal=0.0105))
-    requests = [TimedRequest(0.0, [7] * 10, 400, client=short), TimedRequest(0.1, [8] * 6000, 1, client=other)]
-    requests += [TimedRequest(0.2 + 0.3 * number, [10 + number] * 4, 1, client=short) for number in range(10)]
-    run = simulate(Workload("prompts", requests, {}), config, calibration.cost_model)
-    assert max(metrics.ttft for metrics in run.requests[2:]) <= 3 * 0.0106
-    assert run.requests[0].max_itl <= 0.0106
-    assert run.requests[1].ttft > 3.5  # the long one is computed all the while

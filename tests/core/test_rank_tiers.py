@@ -13,13 +13,11 @@ from nanovllm.fast.gpu.rank_runner import RankRunner
 from nanovllm.features.tiers import prefix_tiers, rank_tiers
 from nanovllm.features.tiers.rank_tiers import RankOrders
 from tests.support.llms import OPTIONS, check_engine, generate, token_ids
+from tests.support.prefixes import OTHERS, PROMPTS, cached
 from tests.support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
-SHARED = list(range(40, 104))  # four blocks of 16
-PROMPTS = [[*SHARED, *range(5, 16)], [*SHARED, *range(20, 29)]]
-OTHERS = [list(range(first, first + 110)) for first in range(3, 120, 9)]  # enough to evict all else
 HOST = {"prefix_cache_host_bytes": 2**26, "num_kv_blocks": 40}
 TWO = OPTIONS | {"tensor_parallel_size": 2}
 
@@ -41,7 +39,7 @@ def answers(llm):
     outputs = generate(llm, PROMPTS, priority=[0, 1])
     check_engine(llm)
     llm._engine.tiers.books.check()
-    return token_ids(outputs), [output.num_cached_tokens for output in outputs]
+    return token_ids(outputs), cached(outputs)
 
 
 def run_in(folder, directory, **options):

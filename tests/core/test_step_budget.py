@@ -136,8 +136,13 @@ def test_each_client_has_an_equal_part_of_the_time_for_masks_and_at_least_one_ma
     assert budget.has_time(make_sequence([1]))
 
 
+def late_budget(now=9):
+    """For a prompt that has waited since 0."""
+    return make_budget(0.01, now=now, ttft_goal=2.0, overlap=True)
+
+
 def test_a_prompt_near_its_deadline_relaxes_the_goal_of_no_other_client():
-    budget = make_budget(0.01, now=9, ttft_goal=2.0, overlap=True)
+    budget = late_budget()
     late, own = prompt(client="a"), decodes(1, client="a")
     assert num_tokens(budget, own, late) == 1 + 38
     assert num_tokens(budget, decodes(1, client="b"), late) == 1 + 8
@@ -146,20 +151,18 @@ def test_a_prompt_near_its_deadline_relaxes_the_goal_of_no_other_client():
 
 def test_a_prompt_near_its_deadline_relaxes_the_goal_up_to_four_times():
     running = decodes(1)
-    budgets = [
-        num_tokens(make_budget(0.01, now=now, ttft_goal=2.0, overlap=True), running, prompt()) for now in (1, 1.5, 2, 9)
-    ]
+    budgets = [num_tokens(late_budget(now), running, prompt()) for now in (1, 1.5, 2, 9)]
     assert budgets == [9, 24, 39, 39]
     assert budgets[-1] == 0.01 * MAX_RELAXATION * 1e3 - 1
     patient = prompt(ttft_goal=20.0)
-    assert num_tokens(make_budget(0.01, now=9, ttft_goal=2.0, overlap=True), running, patient) == 9
+    assert num_tokens(late_budget(), running, patient) == 9
 
 
 def test_a_preempted_request_that_has_its_first_token_is_no_longer_urgent():
     preempted = prompt()
     preempted.token_ids.append(1)
     preempted.num_known_tokens += 1
-    assert num_tokens(make_budget(0.01, now=9, ttft_goal=2.0, overlap=True), decodes(1), preempted) == 9
+    assert num_tokens(late_budget(), decodes(1), preempted) == 9
 
 
 def test_statistics_tell_the_last_budget():
@@ -172,10 +175,14 @@ def test_statistics_tell_the_last_budget():
 # ---------------------------------------------------------------------------------------------------------- scheduler
 
 
+def loop_with_goal(goal=0.016, **limits):
+    scheduler = make_scheduler(max_num_batched_tokens=MOST, **limits)
+    scheduler.budget = make_budget(goal)
+    return Loop(scheduler)
+
+
 def test_a_long_prompt_is_cut_by_the_goal_beside_decodes_alone():
-    scheduler = make_scheduler(max_num_batched_tokens=MOST)
-    scheduler.budget = make_budget(0.016)
-    loop = Loop(scheduler)
+    loop = loop_with_goal()
     loop.add([1] * 20, max_tokens=20)
     assert chunks(loop.step()) == {"0": (0, 20)}
     loop.add([2] * 40, max_tokens=1)
@@ -184,9 +191,7 @@ def test_a_long_prompt_is_cut_by_the_goal_beside_decodes_alone():
 
 
 def test_a_flood_of_prompts_without_streams_takes_short_steps_once_another_client_asked():
-    scheduler = make_scheduler(max_num_batched_tokens=MOST)
-    scheduler.budget = make_budget(0.016)
-    loop = Loop(scheduler)
+    loop = loop_with_goal()
     for number in range(4):
         loop.add([2 + number] * 40, max_tokens=1, client="flood")
     assert loop.step().num_tokens == 160  # of a client alone
@@ -200,9 +205,8 @@ def test_a_flood_of_prompts_without_streams_takes_short_steps_once_another_clien
 
 
 def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():
-    scheduler = make_scheduler(max_num_batched_tokens=MOST, long_prefill_token_threshold=MOST // 2)
-    scheduler.budget = make_budget(0.016, long_prefill_token_threshold=MOST // 2)
-    loop = Loop(scheduler)
+    loop = loop_with_goal(long_prefill_token_threshold=MOST // 2)
+    loop.scheduler.budget = make_budget(0.016, long_prefill_token_threshold=MOST // 2)
     loop.add([1] * 20, max_tokens=20)
     loop.step()
     loop.add([2] * 40, max_tokens=1)
@@ -214,9 +218,7 @@ def test_a_short_step_leaves_a_short_prompt_room_beside_a_long_one():
 
 def loop_of_single_blocks(**options):
     """A stream beside which each step has a block for prompts, whatever its goal."""
-    scheduler = make_scheduler(max_num_batched_tokens=MOST, **options)
-    scheduler.budget = make_budget(1e-3)
-    loop = Loop(scheduler)
+    loop = loop_with_goal(1e-3, **options)
     loop.add([1] * 4, max_tokens=60)
     loop.step()
     return loop
@@ -276,15 +278,13 @@ def test_in_short_steps_the_client_that_was_served_less_comes_first():
 
 
 def test_while_no_slot_is_free_no_budget_is_chosen():
-    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=MOST)
-    scheduler.budget = make_budget(0.016)
-    loop = Loop(scheduler)
+    loop = loop_with_goal(max_num_seqs=1)
     loop.add([1] * 20, max_tokens=20)
     loop.add([2] * 40, max_tokens=1)
     loop.step()
-    scheduler.block_manager.lookup = None  # of a prompt that cannot start
+    loop.manager.lookup = None  # of a prompt that cannot start
     loop.step()
-    assert scheduler.budget.stats().num_tokens == MOST
+    assert loop.scheduler.budget.stats().num_tokens == MOST
 
 
 def walk(seed, **budget):
@@ -318,9 +318,10 @@ def test_with_random_costs_no_step_is_empty_and_no_prompt_starves(overlap):
 
 def test_an_unlimited_goal_gives_every_batch_of_no_goal():
     def batches(goal):
-        rng, scheduler = random.Random(3), make_scheduler(max_num_batched_tokens=40, long_prefill_token_threshold=20)
+        limits = {"max_num_batched_tokens": 40, "long_prefill_token_threshold": 20}
+        rng, scheduler = random.Random(3), make_scheduler(**limits)
         if goal is not None:
-            scheduler.budget = make_budget(goal, max_num_batched_tokens=40, long_prefill_token_threshold=20)
+            scheduler.budget = make_budget(goal, **limits)
         loop, seen = Loop(scheduler), []
         for number in range(30):
             loop.add([number] * rng.randint(1, 50), max_tokens=rng.randint(1, 12))

@@ -9,19 +9,14 @@ from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.build import build_engine
 from nanovllm.observability.timeline import read_trace
 from nanovllm.serving.server.live.engine_snapshot import STEP_VALUES, step_row
+from tests.support import llms
 from tests.support.layer_kinds import WINDOW, model, prompts
-from tests.support.llms import check_engine, generate, greedy, submit
-from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
-
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-
-
-def params(max_tokens=12):
-    return greedy(max_tokens)
+from tests.support.llms import GREEDY, OPTIONS, check_engine, generate, greedy, submit, token_ids
+from tests.support.tiny_models import random_prompts, tiny_model
 
 
 def open_llm(records, **options):
-    return LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=records.append, **(OPTIONS | options))
+    return llms.open_llm(tiny_model(), on_step=records.append, **options)
 
 
 class Clock:
@@ -41,8 +36,8 @@ def test_a_step_record_has_the_steps_tokens_and_requests():
     records = []
     prompt = random_prompts(1, low=40, high=40)[0]
     with open_llm(records) as llm:
-        generate(llm, [prompt, [5] * 10], params(3))
-        generate(llm, [prompt], params(1))
+        generate(llm, [prompt, [5] * 10], greedy(3))
+        generate(llm, [prompt], greedy(1))
     shape = [(r.num_sequences, r.num_decode_tokens, r.num_prefill_tokens, r.num_cached_tokens) for r in records]
     assert shape == [(2, 0, 50, 0), (2, 2, 0, 0), (2, 2, 0, 0), (1, 0, 8, 32)]
     assert [r.num_running for r in records] == [2, 2, 0, 0]
@@ -55,7 +50,7 @@ def test_records_add_up_to_the_engines_counters(overlap):
     records = []
     shared = random_prompts(1, low=64, high=64)[0]
     with open_llm(records, overlap=overlap, max_num_batched_tokens=64, max_num_seqs=4) as llm:
-        generate(llm, [[*shared, n, n + 1] for n in range(8)], params())
+        generate(llm, [[*shared, n, n + 1] for n in range(8)])
         stats = llm.stats()
     assert sum(r.num_decode_tokens + r.num_prefill_tokens for r in records) == stats.num_scheduled_tokens
     assert sum(r.num_cached_tokens for r in records) == stats.prefix_cache_hits > 0
@@ -66,7 +61,7 @@ def test_records_add_up_to_the_engines_counters(overlap):
 def test_times_of_a_step_are_those_of_its_parts():
     records = []
     engine = build_engine(tiny_model(), None, records.append, OPTIONS, clock=Clock())
-    submit(engine, "a", [5, 6, 7], params(4))
+    submit(engine, "a", [5, 6, 7], greedy(4))
     while engine.has_unfinished:
         engine.step()
     assert len(records) == 4
@@ -84,7 +79,7 @@ def test_each_sequence_reports_its_first_token_once(overlap, budget):
     prompts = [*random_prompts(7, low=40, high=50), [7], [5] * 49, [6] * 65]
     options = {"overlap": overlap, "max_num_batched_tokens": budget, "max_num_seqs": 4, "num_kv_blocks": 14}
     with open_llm(records, **options, max_model_len=160) as llm:
-        outputs = generate(llm, prompts, params())
+        outputs = generate(llm, prompts)
         assert llm.stats().num_preemptions > 0
     ttfts = [ttft for record in records for ttft in record.ttfts]
     assert sorted(ttfts) == pytest.approx(sorted(output.metrics.ttft for output in outputs), abs=1e-9)
@@ -100,11 +95,11 @@ def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog
             raise KeyError("no such gauge")
 
     with open_llm([]) as llm:
-        expected = [output.outputs[0].token_ids for output in generate(llm, prompts, params())]
-    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=hook, overlap=overlap, **OPTIONS) as llm:
+        expected = token_ids(generate(llm, prompts))
+    with llms.open_llm(tiny_model(), on_step=hook, overlap=overlap) as llm:
         with caplog.at_level(logging.ERROR, logger="nanovllm"):
-            outputs = generate(llm, prompts, params())
-        assert [output.outputs[0].token_ids for output in outputs] == expected
+            outputs = generate(llm, prompts)
+        assert token_ids(outputs) == expected
         assert len(calls) == 2
         assert llm.stats().hook_error == "KeyError: 'no such gauge'"
         assert llm.stats().num_used_blocks == 0
@@ -115,9 +110,9 @@ def test_a_hook_that_raises_is_logged_and_left_out_and_the_requests_go_on(caplog
 
 def test_a_hook_that_calls_its_own_engine_gets_an_error_and_does_not_hang():
     holder = []
-    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=lambda _: holder[0].stats(), **OPTIONS) as llm:
+    with llms.open_llm(on_step=lambda _: holder[0].stats()) as llm:
         holder.append(llm)
-        (output,) = generate(llm, [5, 6, 7], params())
+        (output,) = generate(llm, [5, 6, 7])
         assert len(output.outputs[0].token_ids) == 12
         assert "from within one of its own steps" in str(llm.stats().hook_error)
         own = SamplingParams(max_tokens=3, logits_processors=lambda _, row: llm.stats() and row)
@@ -130,11 +125,11 @@ def test_a_hook_that_is_interrupted_loses_nothing():
         if record.step_id == 3:
             raise KeyboardInterrupt
 
-    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=hook, **OPTIONS) as llm:
-        stream = llm.stream([5, 6, 7], params())
+    with llms.open_llm(on_step=hook) as llm:
+        stream = llm.stream([5, 6, 7], GREEDY)
         next(stream)
         with pytest.raises(KeyboardInterrupt):
-            generate(llm, [8, 9], params())
+            generate(llm, [8, 9])
         *_, last = stream
         assert len(last.outputs[0].token_ids) == 12
         assert llm.stats().hook_error is None
@@ -151,8 +146,8 @@ def test_a_hook_that_cannot_be_called_is_refused():
 
 def test_metrics_have_queue_time_ttft_and_itl():
     engine = build_engine(tiny_model(), None, None, OPTIONS | {"max_num_seqs": 1, "record_itl": True}, clock=Clock())
-    submit(engine, "first", [5, 6, 7], params(5))
-    submit(engine, "second", [8, 9], params(4))
+    submit(engine, "first", [5, 6, 7], greedy(5))
+    submit(engine, "second", [8, 9], greedy(4))
     while engine.has_unfinished:
         engine.step()
     first, second = (output.metrics for output in engine.outputs)
@@ -170,19 +165,11 @@ def test_metrics_have_queue_time_ttft_and_itl():
 
 def test_gaps_are_kept_only_if_asked_for_and_one_token_has_none():
     with open_llm([]) as llm:
-        (output,) = generate(llm, [5, 6], params(4))
+        (output,) = generate(llm, [5, 6], greedy(4))
         assert output.metrics.itls is None
         assert output.metrics.max_itl >= output.metrics.mean_itl > 0
-        (output,) = generate(llm, [5, 6], params(1))
+        (output,) = generate(llm, [5, 6], greedy(1))
         assert (output.metrics.mean_itl, output.metrics.max_itl) == (None, None)
-
-
-def test_metrics_have_cached_tokens_and_preemptions():
-    prompts = random_prompts(3, low=40, high=50)
-    with open_llm([], num_kv_blocks=14, max_model_len=160) as llm:
-        outputs = generate(llm, prompts, params(60))
-        assert sum(output.metrics.num_preemptions for output in outputs) == llm.stats().num_preemptions > 0
-        assert [output.metrics.num_cached_tokens for output in outputs] == [o.num_cached_tokens for o in outputs]
 
 
 # ------------------------------------------------------------------------------------------------------------- engine
@@ -194,14 +181,14 @@ def test_recent_figures_are_those_of_the_last_steps(monkeypatch):
         fresh = llm.stats()
         assert (fresh.recent_hit_rate, fresh.recent_budget_use) == (None, None)
         prompt = random_prompts(1, low=33, high=33)[0]
-        generate(llm, prompt, params(1))
+        generate(llm, prompt, greedy(1))
         assert (llm.stats().recent_hit_rate, llm.stats().recent_budget_use) == (0.0, 0.33)
-        generate(llm, prompt, params(1))
+        generate(llm, prompt, greedy(1))
         assert llm.stats().recent_hit_rate == 32 / 66
         assert llm.stats().recent_budget_use == pytest.approx((0.33 + 0.01) / 2)
-        generate(llm, [5], params(9))
+        generate(llm, [5], greedy(9))
         assert llm.stats().recent_hit_rate == 32 / 34  # ten steps back
-        generate(llm, [5], params(100))  # those steps lie further back than ten now
+        generate(llm, [5], greedy(100))  # those steps lie further back than ten now
         assert llm.stats().recent_hit_rate is None
         assert llm.stats().recent_budget_use == pytest.approx(0.01)
         assert llm.stats().prefix_cache_hits == 32
@@ -210,18 +197,19 @@ def test_recent_figures_are_those_of_the_last_steps(monkeypatch):
 def test_records_are_plain_data():
     records = []
     with open_llm(records) as llm:
-        generate(llm, [5], params(2))
+        generate(llm, [5], greedy(2))
     *numbers, ttfts, request_ttfts, itls, groups, budget, predicted, drafted, accepted = astuple(records[-1])
     (gap,), () = itls, groups
     assert (budget, predicted, drafted, accepted) == (records[-1].budget, None, 0, 0)
     assert all(isinstance(value, (int, float)) for value in [*numbers, *ttfts, *request_ttfts, *gap])
+    assert (groups, records[-1].group_usage) == ((), ""), "of one cache group"
 
 
 def test_cache_groups_are_counted_in_records_traces_timelines_and_the_live_view(tmp_path):
     records = []
     path, options = tmp_path / "out.json", OPTIONS | {"max_model_len": 160, "num_kv_blocks": 33}
     with TraceWriter(path) as trace, LLM(model("Gemma2"), on_step=records.append, trace=trace, **options) as llm:
-        generate(llm, prompts()[3], params())
+        generate(llm, prompts()[3])
         full, window = llm.stats().cache_groups
     middle = records[-2]
     assert [group.name for group in middle.cache_groups] == ["full attention", f"window {WINDOW}"]
@@ -232,10 +220,3 @@ def test_cache_groups_are_counted_in_records_traces_timelines_and_the_live_view(
     assert read_trace(path).groups[middle.step_id] == words == step_row(middle, 0.0)[STEP_VALUES.index("groups")]
     counters = [line for line in path.read_text().splitlines() if '"blocks by group"' in line]
     assert len(counters) == len(records)
-
-
-def test_one_cache_group_has_no_words():
-    records = []
-    with open_llm(records) as llm:
-        generate(llm, [5], params(2))
-    assert (records[-1].cache_groups, records[-1].group_usage) == ((), "")

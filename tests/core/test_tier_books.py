@@ -18,7 +18,7 @@ from nanovllm.features.tiers.segments import (
     read_records,
     segment_paths,
 )
-from nanovllm.features.tiers.tiered_blocks import TieredBlocks
+from tests.support.prefixes import store, tiered_blocks
 from tests.support.public_options import make_sequence
 
 ROOT = digest(b"root")
@@ -40,6 +40,10 @@ def stored(books, nodes):
 
 def directory(path, books=None, max_bytes=2**20, **header):
     return CacheDirectory(path, header or {"model": "ours"}, max_bytes, books or TierBooks([len(CONTENT)], 2**20))
+
+
+def full(*_):
+    raise OSError("disk full")
 
 
 def written(path):
@@ -102,13 +106,11 @@ def test_a_block_stays_in_the_tree_while_a_file_is_read_into_it():
 # ---------------------------------------------------------------------------------------------------------------- reads
 
 
-def test_a_read_is_a_hit_if_it_is_right_and_no_reset_came_between_and_else_gives_its_slot_back(tmp_path):
-    for number, (is_right, is_current) in enumerate(((True, True), (False, True), (True, False))):
-        take_read(tmp_path / str(number), is_right, is_current, is_right and is_current)
-
-
-def take_read(path, is_right, is_current, is_stored):
-    files, node = written(path)
+@pytest.mark.parametrize("is_right, is_current", [(True, True), (False, True), (True, False)])
+def test_a_read_is_a_hit_if_it_is_right_and_no_reset_came_between_and_else_gives_its_slot_back(
+    is_right, is_current, tmp_path
+):
+    files, node = written(tmp_path)
     books = files._books
     reads = FileReads(files, books, LoadCosts(), lambda group, slot: memoryview(b""))
     job = Job([ReadItem(node, 0, books.take_slot(0), node.places[0])], books.generation, results=[is_right])
@@ -118,6 +120,7 @@ def take_read(path, is_right, is_current, is_stored):
     if not is_current:
         books.clear()
     reads.collect()
+    is_stored = is_right and is_current
     assert (0 in node.slots) == is_stored
     assert (0 in node.places) == is_right  # a damaged one is not read again
     assert books.take_slot(0) == (1 if is_stored else 0)
@@ -190,9 +193,6 @@ def test_one_process_writes_to_a_folder_and_a_full_disk_ends_that(tmp_path, monk
     assert (first.is_writer, second.is_writer) == (True, False)
     second.close()
 
-    def full(*_):
-        raise OSError("disk full")
-
     monkeypatch.setattr("nanovllm.features.tiers.segments._write", full)
     assert not first.append(node.child(b"tokens of a block"), 0, CONTENT)
     assert not first.is_writer and 0 in node.places
@@ -206,9 +206,6 @@ def test_a_segment_whose_header_finds_the_disk_full_leaves_no_file_open(tmp_path
     def record(*args):
         opened.append(open_file(*args))
         return opened[-1]
-
-    def full(*_):
-        raise OSError("disk full")
 
     monkeypatch.setattr(os, "open", record)
     monkeypatch.setattr(os, "write", full)
@@ -247,14 +244,14 @@ def test_segments_used_longest_ago_make_room_and_their_blocks_are_no_hits(tmp_pa
     kept = [0 in node.places for node in nodes]
     assert kept == sorted(kept) and 0 < sum(kept) < 12
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= 1000
+    assert {path.stem for path in tmp_path.glob("*.kv")} == {path.stem for path in tmp_path.glob("*.index")}
 
 
 # --------------------------------------------------------------------------------------------------------------- stores
 
 
 def test_two_idle_blocks_of_one_content_take_one_slot():
-    manager, books = TieredBlocks(6, 4), TierBooks([1], 100)
-    manager.attach(books, LoadCosts(), root_seed="model")
+    manager, books = tiered_blocks()
     sequences = [make_sequence(range(5)) for _ in range(2)]
     manager.begin_step()
     for sequence in sequences:  # scheduled in one step, neither is a hit of the other
@@ -272,8 +269,7 @@ def test_two_idle_blocks_of_one_content_take_one_slot():
 
 
 def test_a_reset_leaves_no_copy_no_load_and_no_store_of_former_content():
-    manager, books = TieredBlocks(6, 4), TierBooks([1], 100)
-    manager.attach(books, LoadCosts(), root_seed="model")
+    manager, books = tiered_blocks()
     sequence = make_sequence(range(9))
     for step_id in (1, 2):
         manager.begin_step()
@@ -298,19 +294,12 @@ def test_a_reset_leaves_no_copy_no_load_and_no_store_of_former_content():
 
 def waiting(compute_seconds, *, num_taken):
     """A prompt of three blocks, two of them in host memory, and the positions from which costs were asked for."""
-    manager, sequence, asked = TieredBlocks(9, 4), make_sequence(range(12)), list[int]()
-
-    def compute(start, count):
-        asked.append(start)
-        return compute_seconds
-
-    books, costs = TierBooks([1], 8), LoadCosts(compute)
+    asked = []
+    costs = LoadCosts(lambda start, count: (asked.append(start), compute_seconds)[1])
     costs.rates["host"] = 1.0
-    manager.attach(books, costs, root_seed="model")
-    node = manager.root_of("")
-    for index in range(2):
-        node = node.child(sequence.block_tokens(index, 4))
-        books.hold(node, 0, books.take_slot(0))
+    manager, _ = tiered_blocks(num_blocks=9, costs=costs)
+    sequence = make_sequence(range(12))
+    store(manager, sequence, 2)
     manager.pop_free(num_taken)
     return manager, sequence, asked
 

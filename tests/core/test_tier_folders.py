@@ -12,10 +12,10 @@ from nanovllm.features.tiers import inspection
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.directory import CacheDirectory
 from tests.support.llms import OPTIONS, generate
+from tests.support.prefixes import PROMPTS, cached
 from tests.support.tiny_models import save_tiny
 
 BLOCK_BYTES = 64
-PROMPTS = [[*range(40, 104), *range(5, 16)], [*range(40, 104), *range(20, 29)]]
 
 
 def open_directory(folder, max_bytes=10**6):
@@ -132,7 +132,7 @@ def test_an_engine_that_read_writes_what_it_has_when_it_closes_last(tmp_path):
     first.close()
     second.close()
     with LLM(folder, **options) as third:
-        assert [output.num_cached_tokens for output in generate(third, PROMPTS)] == [64, 64]
+        assert cached(generate(third, PROMPTS)) == [64, 64]
 
 
 def test_no_engine_writes_to_a_folder_while_it_is_cleared(tmp_path, monkeypatch):

@@ -2,31 +2,21 @@
 
 import random
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.features.tiers.books import TierBooks
-from nanovllm.features.tiers.costs import LoadCosts
 from nanovllm.features.tiers.prefix_tiers import PrefixTiers
-from nanovllm.features.tiers.tiered_blocks import TieredBlocks
-from tests.support.llms import GREEDY, generate, open_llm, token_ids
+from tests.support.llms import generate, greedy, open_llm, token_ids
+from tests.support.prefixes import leave_idle, store, tiered_blocks
 from tests.support.public_options import make_sequence
 
 
 def test_a_load_into_a_block_of_another_load_unpins_its_source():
     """Requests whose prefixes are loaded and that are not placed leave free blocks to each other's loads."""
-    manager, books = TieredBlocks(6, 4), TierBooks([1], 100)
-    manager.attach(books, LoadCosts(), root_seed="model")
+    manager, books = tiered_blocks()
     waiting = [make_sequence([100 * number + token for token in range(17)]) for number in range(2)]
-    nodes = []
-    for sequence in waiting:
-        node = manager.root_of("")
-        for index in range(4):
-            node = node.child(sequence.block_tokens(index, 4))
-            books.hold(node, 0, books.take_slot(0))
-            nodes.append(node)
+    nodes = [node for sequence in waiting for node in store(manager, sequence, 4)]
     for step_id in range(1, 6):
         manager.begin_step()
         assert all(len(manager.lookup(sequence)) == 4 for sequence in waiting)
@@ -53,15 +43,9 @@ def test_a_load_from_a_slot_whose_store_fails_is_dropped():
 
 def two_idle_blocks(num_slots, store=lambda copies: None):
     """The tiers of a manager that has queued the copies of two idle blocks, and then had no work to schedule."""
-    manager, books = TieredBlocks(6, 4), TierBooks([1], num_slots)
-    manager.attach(books, LoadCosts(), root_seed="model")
-    sequence = make_sequence(range(9))
+    manager, _ = tiered_blocks(num_slots)
     manager.begin_step()
-    manager.allocate(sequence, 2)
-    manager.register(sequence, 0, 2, 1)
-    manager.take_copies(1)
-    manager.commit(1)
-    manager.release(sequence)
+    leave_idle(manager, range(9), 1)
     manager.begin_step()
     assert len(manager.copies) == 2
     return manager, idle_work(manager, store)
@@ -147,9 +131,9 @@ def test_answers_from_a_tier_smaller_than_the_cache_are_right_after_idle_time():
     def answers(llm, idle):
         found = []
         for short, long, other in cycles:
-            found += token_ids(generate(llm, [short, long], [replace(GREEDY, max_tokens=n) for n in (4, 5)]))
+            found += token_ids(generate(llm, [short, long], [greedy(4), greedy(5)]))
             idle()
-            found += token_ids(generate(llm, [other], replace(GREEDY, max_tokens=2)))
+            found += token_ids(generate(llm, [other], greedy(2)))
             found += token_ids(generate(llm, [long]))
             idle()
         return found

@@ -91,16 +91,6 @@ def test_every_sample_has_a_lane_of_its_own(path):
     assert [trace.total(name, "decode", "tokens") for name in trace.names.values()] == [11, 11, 11]
 
 
-def test_several_calls_are_one_trace(path):
-    with TraceWriter(path) as trace, open_llm(trace) as llm:
-        for _ in range(3):
-            generate(llm, random_prompts(2), params(3))
-        assert llm.stats().num_steps == 9
-    trace = traces.read(path)
-    assert list(trace.names.values()) == ["0", "1", "2", "3", "4", "5"]
-    assert len(trace.steps) == 9
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_that_end_early_say_why(path, overlap):
     now = [0.0]
@@ -174,16 +164,12 @@ def test_slices_and_counters_of_steps_are_those_of_their_records(path, overlap):
         llm.close()
     trace = traces.read(path)
     assert len(records) > 10
-    names = (
-        "step_id",
-        "num_decode_tokens",
-        "num_prefill_tokens",
-        "num_cached_tokens",
-        "num_sequences",
-        "num_used_blocks",
-    )
-    keys = ("step", "decode", "prefill", "cached", "sequences", "used_blocks")
-    assert [[getattr(r, name) for name in names] for r in records] == [[s[key] for key in keys] for s in trace.steps]
+    names = {
+        "step": "step_id", "decode": "num_decode_tokens", "prefill": "num_prefill_tokens",
+        "cached": "num_cached_tokens", "sequences": "num_sequences", "used_blocks": "num_used_blocks",
+    }  # fmt: skip
+    for record, step in zip(records, trace.steps, strict=True):
+        assert {key: step[key] for key in names} == {key: getattr(record, name) for key, name in names.items()}
     assert {(step["budget"], step["blocks"]) for step in trace.steps} == {(llm_budget(trace), 128)}
     for record, update in zip(records, trace.slices["update"], strict=True):
         assert update["ts"] + update["dur"] == round(record.time * 1e6)

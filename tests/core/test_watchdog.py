@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm import EngineDeadError
 from nanovllm.observability.step_records import OnStep
-from tests.support.async_llms import ENDLESS, GREEDY, answer, answers, bounded, collect, comes_true, open_llm
+from tests.support.async_llms import ENDLESS, GREEDY, answer, answers, becomes_true, bounded, collect, open_llm
 from tests.support.tiny_models import random_prompts
 
 
@@ -55,13 +55,9 @@ async def test_a_step_that_hangs_ends_its_requests_by_name_and_later_calls_are_r
         assert "request-" in named
     with caplog.at_level(logging.ERROR, "nanovllm"):
         caplog.clear()
-        assert await comes_true(lambda: ended(thread))
+        assert await becomes_true(lambda: not thread.is_alive())
         assert not caplog.records  # the step's late end closes the engine in order
     assert not llm._engine_thread._engine.requests and llm.is_dead
-
-
-async def ended(thread):
-    return not thread.is_alive()
 
 
 @bounded
@@ -73,7 +69,7 @@ async def test_a_call_between_two_steps_that_hangs_counts_as_a_step(caplog):
         assert [type(each) for each in found] == [EngineDeadError] * 2
     finally:
         call.may_end.set()
-    assert await comes_true(lambda: ended(thread))
+    assert await becomes_true(lambda: not thread.is_alive())
     await llm.close()
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1, "its late end is none"
 
@@ -93,7 +89,7 @@ async def test_a_step_that_fails_after_it_was_given_up_changes_nothing(caplog):
     with pytest.raises(EngineDeadError, match="step_timeout"):
         await collect(llm.generate([5, 6], ENDLESS))
     may_fail.set()
-    assert await comes_true(lambda: ended(thread))
+    assert await becomes_true(lambda: not thread.is_alive())
     with pytest.raises(EngineDeadError, match="step_timeout"):
         await llm.stats()
     await llm.close()
@@ -107,13 +103,9 @@ async def test_an_engine_whose_steps_end_and_one_without_work_are_left_alone():
         streams = [answer(llm.generate(prompt, GREEDY)) for prompt in prompts]
         assert not thread._give_up(1000.0)
         assert await asyncio.gather(*streams) == answers(prompts)
-        assert await comes_true(lambda: idle(thread))
+        assert await becomes_true(lambda: thread._busy_since is None)
         assert not thread._give_up(0.0) and not llm.is_dead
         assert await asyncio.gather(*(answer(llm.generate(prompt, GREEDY)) for prompt in prompts)) == answers(prompts)
-
-
-async def idle(thread):
-    return thread._busy_since is None
 
 
 @bounded
@@ -121,8 +113,4 @@ async def test_the_watchdog_ends_with_its_engine():
     llm = open_llm()
     watchdogs = [each for each in threading.enumerate() if each.name == "nanovllm-watchdog"]
     await llm.close()
-    assert await comes_true(lambda: one_ended(watchdogs))
-
-
-async def one_ended(threads):
-    return not all(thread.is_alive() for thread in threads)
+    assert await becomes_true(lambda: not all(thread.is_alive() for thread in watchdogs))

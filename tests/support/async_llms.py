@@ -70,6 +70,25 @@ async def comes_true(condition, seconds=20.0):
     return False
 
 
+async def becomes_true(condition):
+    """Whether a condition that awaits nothing comes true."""
+
+    async def holds():
+        return condition()
+
+    return await comes_true(holds)
+
+
+async def stats_become(llm, **values):
+    """Whether statistics come to have these values."""
+
+    async def are():
+        stats = await llm.stats()
+        return all(getattr(stats, name) == value for name, value in values.items())
+
+    return await comes_true(are)
+
+
 def in_engine_steps(llm, monkeypatch, before):
     """Call `before(batch)` in the engine's thread before each execution."""
     runner = llm._engine_thread._engine.model_runner
