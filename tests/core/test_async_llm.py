@@ -16,7 +16,8 @@ from tests.support.async_llms import (
     offline,
     open_llm,
 )
-from tests.support.tiny_models import random_prompts, tiny_tokenizer
+from tests.support.llms import mixed_requests
+from tests.support.tiny_models import random_prompts
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -60,29 +61,6 @@ async def test_deltas_of_several_samples_and_their_log_probabilities_join_to_tho
     ]
     assert joined.metrics.num_output_tokens == sum(len(c.token_ids) for c in expected.outputs)
     assert joined.metrics.mean_itl <= joined.metrics.max_itl
-
-
-@bounded
-async def test_a_timeout_ends_all_samples_of_a_request():
-    params = SamplingParams(seed=3, n=3, max_tokens=450)
-    async with open_llm() as llm:
-        *_, last = await collect(llm.generate([5, 6, 7], params, timeout=0.1))
-        assert [c.finish_reason for c in last.outputs] == ["timeout"] * 3
-        await assert_idle_and_whole(llm)
-
-
-@bounded
-async def test_chat_answers_through_the_chat_template():
-    async with open_llm() as llm:
-        *_, last = await collect(llm.chat([{"role": "user", "content": "What is it?"}], GREEDY, request_id="mine"))
-    assert tiny_tokenizer().decode(last.prompt_token_ids) == "<|user|>What is it?<|end|><|assistant|>"
-    assert last.request_id == "mine"
-
-
-def mixed_requests(count):
-    kinds = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}]
-    params = [SamplingParams(seed=n, max_tokens=8 + n % 9, **kinds[n % len(kinds)]) for n in range(count)]
-    return random_prompts(count, low=1, high=60, seed=1), params
 
 
 @pytest.mark.full

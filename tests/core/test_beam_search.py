@@ -1,18 +1,16 @@
 """Beam search: the beams of `transformers` in float32, on every layout of the cache, beside other requests."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nanovllm import BeamSearchParams
-from nanovllm.batch import Copy
 from nanovllm.block_manager import digest, root_hash
 from nanovllm.features.beams.books import BeamBooks
-from nanovllm.features.groups.block_checks import check_blocks
 from nanovllm.outputs import Logprob
 from tests.support.layer_kinds import model
-from tests.support.llms import GREEDY, assert_idle_and_whole, generate, greedy, open_llm, token_ids
-from tests.support.public_options import make_sequence
-from tests.support.scheduling import make_scheduler
+from tests.support.llms import GREEDY, assert_idle_and_whole, fail_in_step, generate, greedy, open_llm, token_ids
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import tiny_model
 
@@ -30,10 +28,8 @@ def of_transformers(module, prompt, params, eos):
 
 def assert_equal(module, params, eos=(), **options):
     with open_llm(module, **options) as llm:
-        limits = llm._engine.input_processor.limits
-        llm._engine.input_processor.limits = limits.__class__(
-            **{name: getattr(limits, name) for name in limits.__dataclass_fields__} | {"eos_token_ids": eos}
-        )
+        processor = llm._engine.input_processor
+        processor.limits = replace(processor.limits, eos_token_ids=eos)
         before = llm._engine.config, llm._engine.scheduler.proposer
         outputs = llm.beam_search(PROMPTS, params)
         assert (llm._engine.config, llm._engine.scheduler.proposer) == before
@@ -132,15 +128,7 @@ def test_text_and_logprobs_are_of_the_tokens(llm):
 
 
 def test_a_failed_step_ends_the_search_and_nothing_else(monkeypatch, llm):
-    runner = llm._engine.model_runner
-    launch, count = runner.launch, iter(range(100))
-
-    def fail(batch):
-        if next(count) == 5:
-            raise ValueError("this step fails")
-        return launch(batch)
-
-    monkeypatch.setattr(runner, "launch", fail)
+    fail_in_step(monkeypatch, llm, 6, ValueError("this step fails"))
     with pytest.raises(Exception, match="this step fails"):
         llm.beam_search(PROMPTS, BeamSearchParams(beam_width=3, max_tokens=12))
     assert_idle_and_whole(llm)
@@ -176,18 +164,3 @@ def test_an_end_is_a_result_only_among_the_most_probable_continuations():
     books = BeamBooks(BeamSearchParams(beam_width=1, max_tokens=9), [1], (7,))
     assert [each.token_id for each in books.advance([{5: Logprob(-0.1, 1), 7: Logprob(-0.2, 2)}])] == [5]
     assert books.results == [] and not books.is_done
-
-
-def test_a_fork_shares_full_blocks_and_copies_a_begun_one():
-    scheduler = make_scheduler(block_size=4, num_kv_blocks=20)
-    manager = scheduler.block_manager
-    source = make_sequence(range(10), arrival=0)
-    scheduler.add(source)
-    scheduler.schedule()
-    target = make_sequence(range(10), arrival=1)
-    assert manager.can_fork(source, 6) and not manager.can_fork(source, 13)
-    manager.fork(source, target, 6)
-    assert target.block_table[0] == source.block_table[0] and target.block_table[1] != source.block_table[1]
-    assert manager.copies == [Copy(0, source.block_table[1], target.block_table[1])]
-    assert target.num_computed_tokens == 6
-    check_blocks(manager, [source, target])

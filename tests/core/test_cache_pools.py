@@ -10,8 +10,13 @@ from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.layout import LayerTraits, Sight
 from tests.support.refusals import invalid
 
-HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
 FULL, WINDOW = CacheGroup((0,), 1000), CacheGroup((1, 2), 5000, StateKind(window=64))
+RECORD = CacheGroup((), 5000, StateKind.record(5000))
+
+
+def layer(*, shares=None, **sight):
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "value_dim": 16}
+    return LayerTraits(**heads, sight=Sight(**sight), shares=shares)
 
 
 def resolve(*groups, memory=0, is_set=True, **options):
@@ -21,12 +26,7 @@ def resolve(*groups, memory=0, is_set=True, **options):
 
 
 def test_layers_that_see_the_same_form_a_group_and_the_full_one_comes_first():
-    layers = [
-        LayerTraits(**HEADS, sight=Sight(window=8)),
-        LayerTraits(**HEADS),
-        LayerTraits(**HEADS, sight=Sight(window=8)),
-    ]
-    layers += [LayerTraits(**HEADS, sight=Sight(chunk=32)), LayerTraits(**HEADS, shares=1)]
+    layers = [layer(window=8), layer(), layer(window=8), layer(chunk=32), layer(shares=1)]
     groups = cache_groups_of(layers, [10, 20, 30, 40, 50], 100)
     assert groups == (
         CacheGroup((1, 4), 20), CacheGroup((0, 2), 40, StateKind(window=8)), CacheGroup((3,), 40, StateKind(chunk=32))
@@ -34,17 +34,13 @@ def test_layers_that_see_the_same_form_a_group_and_the_full_one_comes_first():
 
 
 def test_a_window_that_holds_max_model_len_is_full_attention():
-    layers = [LayerTraits(**HEADS), LayerTraits(**HEADS, sight=Sight(window=100))]
+    layers = [layer(), layer(window=100)]
     assert cache_groups_of(layers, [1, 1], 100) == (CacheGroup((0, 1), 2),)
     assert len(cache_groups_of(layers, [1, 1], 101)) == 2
 
 
 def test_one_table_serves_layers_that_read_the_cache_of_one_with_another_sight():
-    layers = [
-        LayerTraits(**HEADS),
-        LayerTraits(**HEADS, sight=Sight(window=8)),
-        LayerTraits(**HEADS, sight=Sight(window=8), shares=0),
-    ]
+    layers = [layer(), layer(window=8), layer(window=8, shares=0)]
     assert cache_groups_of(layers, [1, 1, 1], 100) == (CacheGroup((0, 1, 2), 2),)
 
 
@@ -97,10 +93,10 @@ def test_a_share_out_of_range_is_refused(share):
 
 
 def test_recurrent_states_of_all_layers_are_one_group_behind_the_others():
-    layers = [LayerTraits(**HEADS, sight=Sight(window=8)), LayerTraits(**HEADS)]
+    layers = [layer(window=8), layer()]
     groups = cache_groups_of(layers, [10, 20], 100, record_bytes=5000)
     assert groups == (
-        CacheGroup((1,), 20), CacheGroup((0,), 10, StateKind(window=8)), CacheGroup((), 5000, StateKind.record(5000))
+        CacheGroup((1,), 20), CacheGroup((0,), 10, StateKind(window=8)), RECORD
     )  # fmt: skip
     pools = CachePools(groups, (9, 8, 7))
     assert pools.are_records == (False, False, True)
@@ -109,7 +105,7 @@ def test_recurrent_states_of_all_layers_are_one_group_behind_the_others():
 
 
 def test_each_sequence_of_half_the_longest_gets_two_states():
-    config, pools = resolve(FULL, CacheGroup((), 5000, StateKind.record(5000)), memory=10**7, max_num_seqs=150)
+    config, pools = resolve(FULL, RECORD, memory=10**7, max_num_seqs=150)
     full, states = pools.num_blocks
     assert full / states == pytest.approx(50 / 2, rel=0.02)
     assert 0.99 * 10**7 < pools.num_bytes <= 10**7
@@ -117,15 +113,14 @@ def test_each_sequence_of_half_the_longest_gets_two_states():
 
 
 def test_states_of_all_running_sequences_take_up_to_half_of_the_memory():
-    record = CacheGroup((), 5000, StateKind.record(5000))
-    _, pools = resolve(FULL, record, memory=10**7, max_num_seqs=300)
+    _, pools = resolve(FULL, RECORD, memory=10**7, max_num_seqs=300)
     assert pools.num_blocks[1] == 1 + 630
-    _, pools = resolve(FULL, record, memory=10**7, max_num_seqs=1000)
+    _, pools = resolve(FULL, RECORD, memory=10**7, max_num_seqs=1000)
     assert pools.num_blocks == (5000, 1000)
 
 
 def test_memory_holds_two_states_of_each_running_sequence_and_two_cached_ones_at_most():
-    _, pools = resolve(FULL, CacheGroup((), 5000, StateKind.record(5000)), memory=10**9)
+    _, pools = resolve(FULL, RECORD, memory=10**9)
     assert pools.num_blocks == (8 * 100 + 1, 8 * 2 * 2 + 1)
 
 

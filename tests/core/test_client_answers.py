@@ -8,8 +8,6 @@ from nanovllm import SamplingParams, StructuredOutput
 from nanovllm.tools.workloads.files import read_trace, write_trace
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support import structured
-from tests.support.async_llms import bounded, collect
-from tests.support.async_llms import open_llm as open_async_llm
 from tests.support.llms import check_engine, generate, greedy, open_llm, shared_llm, token_ids
 from tests.support.public_options import make_sequence
 from tests.support.replicas import completions
@@ -61,16 +59,6 @@ def test_a_stream_counts_as_a_client_until_it_is_closed():
             stream.close()
         generate(llm, [[1, 2]])
         assert llm.stats().num_clients == 0
-
-
-@pytest.mark.full
-@bounded
-async def test_clients_of_an_async_engine_share_it():
-    async with open_async_llm(max_num_seqs=2) as llm:
-        batch = await llm.submit([[5, number] for number in range(30)], LONG, client="batch")
-        (one,) = [output async for output in llm.generate([7, 8], LONG, client="one", output_kind="final")]
-        assert one.finished and (await llm.stats()).num_waiting > 15
-        await collect(batch)
 
 
 @pytest.mark.parametrize("client", [5, None, ["a", 7]])

@@ -349,32 +349,6 @@ def test_a_slot_taken_with_a_token_in_flight_costs_no_token(depth):
     assert loop.seen["slots taken"] > 0
 
 
-def test_a_slot_is_taken_only_for_a_request_that_starts_in_that_step(monkeypatch):
-    """Here it waits for files. Until they are read, the sequence that may yield goes on."""
-    loop = make_loop(max_num_seqs=2)
-    add_many(loop, "a", 2, max_tokens=50)
-    loop.step()
-    successor = loop.add(prompt(6), client="b", max_tokens=3)
-    cut = loop.manager.cut
-    monkeypatch.setattr(loop.manager, "cut", lambda s, start, end: start if s is successor else cut(s, start, end))
-    for _ in range(8):
-        assert list(chunks(loop.step())) == ["0", "1"]
-    monkeypatch.undo()
-    assert list(chunks(loop.step())) == ["0", "2"] and loop.sequences[1].num_preemptions == 1
-
-
-def test_a_slot_is_not_taken_for_a_request_that_lacks_blocks_even_then():
-    loop = make_loop(max_num_seqs=2, num_kv_blocks=1 + 10, max_model_len=40)
-    loop.add(prompt(17), client="a", max_tokens=20)
-    loop.add(prompt(5, 1), client="a", max_tokens=30)
-    loop.step()
-    loop.add(prompt(30, 2), client="b", max_tokens=3)  # 8 blocks, of which that of the youngest and 3 free ones are few
-    for _ in range(7):
-        assert list(chunks(loop.step())) == ["0", "1"]
-    assert loop.scheduler.stats.num_preemptions == 0
-    loop.finish()
-
-
 def test_a_slot_is_taken_for_the_blocks_that_come_with_it():
     """The prefix that both share stays in use: it is neither freed nor taken again."""
     loop = make_loop(max_num_seqs=2, num_kv_blocks=1 + 10, max_model_len=40)
@@ -403,15 +377,6 @@ def test_a_slot_is_taken_beside_a_prefill_in_progress_from_a_sequence_that_decod
 
 
 # ----------------------------------------------------------------------------------------------------------- the bound
-
-
-@pytest.mark.parametrize("client", ["b", "c"])
-def test_a_request_whose_chunk_rounds_to_nothing_is_passed_by_its_own_client_alone(client):
-    loop = make_loop(max_num_batched_tokens=11, max_num_seqs=7)
-    loop.add(prompt(12), client="a")
-    loop.add(prompt(10, 1), client="b")
-    loop.add(prompt(3, 2), client=client)
-    assert chunks(loop.step()) == {"0": (0, 8)} | ({"2": (0, 3)} if client == "b" else {})
 
 
 def test_a_request_that_waits_for_files_is_passed_by_other_clients(monkeypatch):
@@ -527,27 +492,3 @@ def test_a_request_that_limits_hold_back_is_passed_by_other_clients_up_to_the_bo
         gaps.append(loop.scheduler.waiting.gap)
     assert 30.0 < max(gaps) <= 60.0
     loop.finish()
-
-
-def first_token_waits(client):
-    """Steps until the first token of a request every 25 steps, beside 800 requests that came at once."""
-    scheduler = make_scheduler(max_num_seqs=16, max_num_batched_tokens=256, num_kv_blocks=1000)
-    for arrival in range(800):
-        scheduler.add(make_sequence(prompt(40, arrival % 7), arrival=arrival, client="batch", max_tokens=20))
-    asked, waits = {}, []
-    for step in range(900):
-        if step % 25 == 0:
-            sequence = make_sequence(prompt(20, step % 5), arrival=800 + step, client=client, max_tokens=10)
-            scheduler.add(sequence)
-            asked[sequence] = step
-        batch = scheduler.schedule()
-        for sequence in scheduler.update(batch, [1] * len(batch.sampling)):
-            if sequence in asked and sequence.num_output_tokens == 1:
-                waits.append(step - asked.pop(sequence))
-    return waits
-
-
-def test_800_requests_of_one_client_delay_another_by_a_few_steps():
-    waits = first_token_waits("interactive")
-    assert len(waits) == 36 and max(waits) <= 8
-    assert min(first_token_waits("batch") or [900]) > 500  # in order of arrival

@@ -192,12 +192,6 @@ def test_a_threshold_below_one_block_is_refused():
     assert resolve(long_prefill_token_threshold=64).long_prefill_token_threshold == 64
 
 
-def test_resolving_leaves_the_given_config_as_it_was():
-    given = EngineConfig(max_num_batched_tokens=128)
-    given.resolve_limits("cuda", POSITIONS)
-    assert given == EngineConfig(max_num_batched_tokens=128)
-
-
 # ------------------------------------------------------------------------------------------------------- the pool
 
 BLOCK_BYTES = 1000
@@ -215,16 +209,6 @@ def test_the_number_of_blocks_goes_before_bytes_and_bytes_before_what_the_device
     assert resolve_pool(5000, kv_cache_memory_bytes=6999, num_kv_blocks=7, **options).num_kv_blocks == 7
 
 
-def test_no_more_blocks_are_taken_from_the_device_than_can_ever_be_used():
-    assert resolve_pool(10**9, max_model_len=33).num_kv_blocks == 4 * 3 + 1
-
-
-def test_the_pool_holds_one_longest_sequence_beside_the_null_block():
-    assert resolve_pool(num_kv_blocks=3, max_model_len=32).max_model_len == 32
-    with invalid("at most 32 tokens, but max_model_len is 33"):
-        resolve_pool(num_kv_blocks=3, max_model_len=33)
-
-
 @pytest.mark.parametrize(
     "memory, options", [(0, {"num_kv_blocks": 5}), (0, {"kv_cache_memory_bytes": 5999}), (5999, {})]
 )
@@ -238,11 +222,6 @@ def test_a_pool_too_small_names_the_numbers_and_the_largest_max_model_len_that_f
         resolve_pool(memory, max_model_len=100, **options)
     assert resolve_pool(memory, max_model_len=64, **options).num_kv_blocks == 5
     assert resolve_pool(num_kv_blocks=8, max_model_len=100).max_model_len == 100
-
-
-def test_a_max_model_len_that_nobody_set_yields_to_the_pool():
-    config = resolve_pool(num_kv_blocks=5, max_model_len_is_set=False)
-    assert (config.num_kv_blocks, config.max_model_len) == (5, 64)
 
 
 @pytest.mark.parametrize("memory", [-10_000, 0, 999, 1999])

@@ -213,16 +213,3 @@ def test_a_trace_that_a_child_closes_goes_on_in_the_parent(tmp_path):
         written = (tmp_path / "trace.json").read_bytes()
         assert not written.endswith(b"]\n")
     assert (tmp_path / "trace.json").read_bytes().startswith(written)
-
-
-def tokens_of(seed):
-    with LLM(tiny_model(), **OPTIONS, **seed) as llm:
-        return bytes(token_id % 256 for token_id in generate(llm, [5], DRAWS)[0].outputs[0].token_ids)
-
-
-def test_engines_draw_by_the_option_seed_alone_in_whatever_process():
-    """The engine's seed is an option, 0 unless it is given, and never drawn: so children repeat exactly what they ask
-    for, and one that shall draw anew says so by another seed."""
-    first = tokens_of({})
-    assert in_child(lambda: tokens_of({})) == first == tokens_of({"seed": 0})
-    assert in_child(lambda: tokens_of({"seed": 1})) != first

@@ -21,7 +21,7 @@ from tests.support.fp8_caches import OPTION, Fp8Case, own_answer, rounded
 from tests.support.llms import check_engine, greedy, submit
 from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, sdpa
 from tests.support.tiny_classes import tiny_class_model
-from tests.support.tiny_models import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 NUM_NEW_TOKENS = 8
 GREEDY = greedy(NUM_NEW_TOKENS)
@@ -185,11 +185,6 @@ def test_samples_forks_and_aborts_change_nothing():
 
 
 # ------------------------------------------------------------------------------------------------------------ crossings
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "llama")
 
 
 def open_folder(folder, **options):

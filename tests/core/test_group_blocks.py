@@ -7,8 +7,8 @@ from nanovllm.features.groups.block_checks import check_blocks
 from nanovllm.features.groups.cache_groups import GroupCounts
 from nanovllm.features.groups.state_kinds import FULL, StateKind
 from nanovllm.features.policies.mock_model import tables_of
-from nanovllm.features.sampling_params import SamplingParams
-from nanovllm.sequence import NewRequest, Sequence
+from tests.support.public_options import make_sequence
+from tests.support.scheduler_loops import hits, tokens
 from tests.support.scheduling import Loop, make_group_scheduler
 
 WINDOW = StateKind(window=9)  # a window of three blocks: those of 8 earlier tokens, and its own
@@ -19,21 +19,9 @@ def make_loop(*kinds, num_free=NUM_FREE, **limits):
     return Loop(make_group_scheduler(list(kinds), [1 + num_free] * len(kinds), **({"max_model_len": 200} | limits)))
 
 
-def hits(loop, prompt):
-    """Tokens of a new request that come from the cache; it is run to its end."""
-    before = loop.scheduler.stats.prefix_cache_hits
-    loop.add(prompt, max_tokens=1)
-    loop.drain()
-    return loop.scheduler.stats.prefix_cache_hits - before
-
-
 def held(scheduler, group):
     (sequence,) = scheduler.running
     return sum(block != 0 for block in tables_of(sequence)[group])
-
-
-def tokens(count, first=0):
-    return [(first + position * position) % 7 for position in range(count)]
 
 
 def test_a_window_group_holds_a_window_and_the_full_group_everything():
@@ -131,10 +119,7 @@ def test_what_falls_behind_a_window_does_not_push_kept_tails_out():
 def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_window():
     """Both sequences shared it in a step that failed: so it counts as claimed by none."""
     manager = make_loop(FULL, WINDOW).manager
-    own, other, later = (
-        Sequence(NewRequest(name, tokens(40), SamplingParams()), arrival=0, max_model_len=200)
-        for name in ("own", "other", "later")
-    )
+    own, other, later = (make_sequence(tokens(40), arrival=number, max_model_len=200) for number in range(3))
     manager.allocate(own, 9)
     manager.register(own, 0, 9, step_id=0)
     manager.claim(other, manager.lookup(other))
@@ -150,7 +135,7 @@ def test_a_block_that_another_sequence_holds_stays_findable_behind_its_owners_wi
 
 def test_registering_blocks_twice_changes_nothing():
     manager = make_loop(FULL, WINDOW).manager
-    own = Sequence(NewRequest("own", tokens(40), SamplingParams()), arrival=0, max_model_len=200)
+    own = make_sequence(tokens(40), max_model_len=200)
     manager.allocate(own, 9)
     own.num_computed_tokens = 36
     for step_id in (0, 1):
@@ -164,7 +149,7 @@ def test_registering_blocks_twice_changes_nothing():
 def test_a_block_that_a_run_left_behind_its_window_is_not_registered():
     """A step that draws a run passes several blocks before they are registered."""
     manager = make_loop(WINDOW).manager
-    own = Sequence(NewRequest("own", tokens(40), SamplingParams()), arrival=0, max_model_len=200)
+    own = make_sequence(tokens(40), max_model_len=200)
     manager.allocate(own, 9)
     own.num_computed_tokens = 36
     manager.commit(0, [ScheduledSequence(own, 0, 36, 1, own.block_table, 0)])
@@ -174,24 +159,23 @@ def test_a_block_that_a_run_left_behind_its_window_is_not_registered():
     check_blocks(manager, [own])
 
 
+def small_manager():
+    """With five free blocks, and four for windows."""
+    return make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
+
+
 @pytest.mark.parametrize(
     "counts, fits", [((5, 4), True), ((5, 3), True), ((6, 4), False), ((5, 5), False), ((0, 5), False)]
 )
-def test_free_blocks_are_counted_in_each_group(counts, fits):
-    manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
+def test_free_blocks_are_counted_in_each_group_and_a_number_is_wanted_of_every_one(counts, fits):
+    manager = small_manager()
     assert manager.has_free(GroupCounts(counts)) == fits
-
-
-def test_a_number_of_free_blocks_is_wanted_of_every_group():
-    manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
     assert manager.has_free(4) and not manager.has_free(5)
 
 
 def test_a_victim_frees_in_each_group_what_its_successor_does_not_claim():
-    manager = make_group_scheduler([FULL, WINDOW], [1 + 5, 1 + 4], max_model_len=20).block_manager
-    victim, successor = (
-        Sequence(NewRequest("", tokens(count), SamplingParams()), arrival=0, max_model_len=20) for count in (8, 9)
-    )
+    manager = small_manager()
+    victim, successor = (make_sequence(tokens(count), max_model_len=20) for count in (8, 9))
     manager.allocate(victim, 2)
     manager.register(victim, 0, 2, step_id=0)
     assert manager.has_free(4, victim) and not manager.has_free(5, victim)
@@ -199,28 +183,10 @@ def test_a_victim_frees_in_each_group_what_its_successor_does_not_claim():
     assert manager.has_free(2, victim, hits) and not manager.has_free(3, victim, hits)
 
 
-@pytest.mark.parametrize("chunk", [None, 6, 8])
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 8, 9, 10, 11, 12])
-def test_the_first_block_needed_has_the_first_position_seen_from_the_last_block_boundary(window, chunk):
-    group = StateKind(window=window, chunk=chunk)
-    for num_tokens in range(45):
-        row = num_tokens // 4 * 4
-        seen = [
-            position
-            for position in range(row + 1)
-            if (window is None or row - position < window) and (chunk is None or position // chunk == row // chunk)
-        ]
-        last_full = max(0, row // 4 - 1)  # by which the prefix of the next block is known
-        assert group.first_block(num_tokens, 4) == min(seen[0] // 4, last_full)
-
-
 def test_a_hit_that_would_leave_no_block_to_compute_in_is_none_in_any_group():
     """Else admission would ask for free blocks in the window group that nobody is going to claim."""
     manager = make_loop(FULL, WINDOW, num_free=52).manager
-    own, first, other = (
-        Sequence(NewRequest(name, tokens(count), SamplingParams()), arrival=0, max_model_len=200)
-        for name, count in (("own", 44), ("first", 40), ("other", 168))
-    )
+    own, first, other = (make_sequence(tokens(count), arrival=count, max_model_len=200) for count in (44, 40, 168))
     manager.allocate(own, 1)
     manager.register(own, 0, 1, step_id=0)
     own.num_computed_tokens = 4
@@ -278,16 +244,13 @@ def test_a_block_that_a_window_needs_and_lacks_is_named():
         check_blocks(loop.manager, [sequence])
 
 
-KINDS = pytest.mark.parametrize("kind", [FULL, WINDOW, StateKind(chunk=6), StateKind(window=5, chunk=7)])
-
-
 def visible(kind, position):
     """The positions that a row sees."""
     seen = [p for p in range(position + 1) if kind.window is None or p > position - kind.window]
     return [p for p in seen if kind.chunk is None or p // kind.chunk == position // kind.chunk]
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [FULL, WINDOW, StateKind(chunk=6), StateKind(window=5, chunk=7)])
 def test_what_rows_see_is_counted(kind):
     counts = [len(visible(kind, position)) for position in range(39)]
     assert [kind.num_seen(count) for count in range(1, 40)] == counts
@@ -295,9 +258,13 @@ def test_what_rows_see_is_counted(kind):
         assert kind.num_pairs(start, count) == sum(counts[start : start + count])
 
 
-@KINDS
+@pytest.mark.parametrize("window", [None, 1, 2, 4, 5, 8, 9, 10, 11, 12])
+@pytest.mark.parametrize("chunk", [None, 6, 7, 8])
 @pytest.mark.parametrize("block_size", [1, 3, 4])
-def test_the_first_block_needed_is_that_of_what_the_last_block_boundary_sees_or_the_last_full_one(kind, block_size):
+def test_the_first_block_needed_is_that_of_what_the_last_block_boundary_sees_or_the_last_full_one(
+    window, chunk, block_size
+):
+    kind = StateKind(window=window, chunk=chunk)
     for num_tokens in range(block_size, 40):
         boundary = num_tokens // block_size * block_size
         expected = min(visible(kind, boundary)[0], boundary - 1) // block_size

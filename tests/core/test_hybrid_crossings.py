@@ -10,14 +10,15 @@ from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.serving.server.metrics import EngineFigures
 from nanovllm.serving.streaming.heartbeat import Heartbeat
 from tests.support.class_cases import own_answers
-from tests.support.llms import generate
+from tests.support.llms import generate, greedy, token_ids
+from tests.support.logprobs import assert_right
 from tests.support.replicas import completions
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
 
 CLASS = "Qwen3_5ForCausalLM"
 NUM_TOKENS = 8
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = greedy(NUM_TOKENS, ignore_eos=True)
 OPTIONS = {
     "max_model_len": 256, "max_num_seqs": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 90, "block_size": 64,
 }  # fmt: skip
@@ -49,7 +50,7 @@ def expected(model):
 
 
 def answers(llm, params=GREEDY):
-    return [output.outputs[0].token_ids for output in generate(llm, prompts(), params)]
+    return token_ids(generate(llm, prompts(), params))
 
 
 def chosen(model, prompt, change):
@@ -105,14 +106,12 @@ def test_processors_and_allowed_tokens_are_applied(model):
 
 
 def test_logprobs_of_answers_are_those_of_whole_passes(model, expected):
+    params = replace(GREEDY, logprobs=1)
     with LLM(model, **OPTIONS) as llm:
-        outputs = generate(llm, prompts(), replace(GREEDY, logprobs=1))
-    for prompt, tokens, output in zip(prompts(), expected, outputs, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
-        wanted = logits.log_softmax(-1)[range(NUM_TOKENS), tokens]
-        found = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-3, atol=1e-3)
+        outputs = generate(llm, prompts(), params)
+    assert token_ids(outputs) == expected
+    for output in outputs:
+        assert_right(model, output, params, atol=1e-3)
 
 
 def test_new_weights_of_a_live_module_and_a_reset_forget_states(expected):

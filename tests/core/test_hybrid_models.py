@@ -11,7 +11,8 @@ from nanovllm.features.composition.binding import build_binding
 from nanovllm.features.states.state_layers import recurrent_modules
 from tests.support.class_cases import own_answers
 from tests.support.class_outcomes import CHUNKS
-from tests.support.llms import check_engine, fail_in_step, greedy
+from tests.support.llms import check_engine, fail_in_step, greedy, token_ids
+from tests.support.logprobs import assert_right
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -26,15 +27,15 @@ OPTIONS = {
 FAMILIES = ("Qwen3NextForCausalLM", "FalconH1ForCausalLM", "MambaForCausalLM", "Lfm2ForCausalLM")
 
 
-def prompts_of(class_name):
+def prompts_of(class_name, lengths=LENGTHS):
     choice = random.Random(class_name)
-    return [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    return [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 def generate(llm, prompts, params=GREEDY):
     outputs = llm.generate(prompts, params, use_tqdm=False)
     check_engine(llm)
-    return [output.outputs[0].token_ids for output in outputs]
+    return token_ids(outputs)
 
 
 def attributes_of(model):
@@ -85,9 +86,7 @@ SINGLE = greedy(ANSWER, ignore_eos=True)
 
 
 def crossed_prompts(class_name):
-    choice = random.Random(class_name)
-    own = [[choice.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in CROSSED]
-    shared = [choice.randrange(3, VOCAB_SIZE) for _ in range(130)]
+    *own, shared = prompts_of(class_name, (*CROSSED, 130))
     return [*own, shared + own[0][:9], shared + own[1][:40]]
 
 
@@ -178,11 +177,9 @@ def test_embeddings_and_logprobs_of_prompts_are_the_models_own():
     with LLM(model, **OPTIONS) as llm:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         (embedded,) = llm.embed([prompt], normalize=False, use_tqdm=False)
+    assert_right(model, output, params, atol=1e-3)
     with torch.no_grad():
-        logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
         states = model.base_model(torch.tensor([prompt])).last_hidden_state[0]
-    found = [logprob[token].logprob for logprob, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-    torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(torch.tensor(embedded.embedding), states[-1], rtol=1e-3, atol=1e-3)
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 import nanovllm
-from nanovllm import LLM, EngineDeadError, SamplingParams
+from nanovllm import EngineDeadError, SamplingParams
 from nanovllm.features.interrupts import InterruptsHeld, interrupts_let_through
-from tests.support.llms import check_engine, greedy
-from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.support import llms
+from tests.support.llms import assert_idle_and_whole, check_engine, greedy
+from tests.support.logprobs import assert_same_reports
+from tests.support.tiny_models import random_prompts
 
 PACKAGE = str(Path(nanovllm.__file__).parent)
 # A pool in which the two requests below preempt each other.
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 13, "max_model_len": 160}
+OPTIONS = {"num_kv_blocks": 13, "max_model_len": 160}
 PROMPT, OTHER = random_prompts(2, low=90, high=90, seed=3)
 PARAMS = greedy(8, ignore_eos=True, stop=["\0never\0"])
 
@@ -53,7 +55,7 @@ class SigintAt:
 
 
 def open_llm(**options):
-    return LLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS, **options)
+    return llms.open_llm(**OPTIONS, **options)
 
 
 def tokens(output):
@@ -101,9 +103,7 @@ def test_sigint_at_any_line_of_a_call_ends_that_call_and_no_other(files, overlap
         assert (tokens(seen[-1]), seen[-1].outputs[0].text) == expected()[0], interrupt.place
         (after,) = llm.generate(OTHER, PARAMS, use_tqdm=False)
         assert (tokens(after), after.outputs[0].text) == expected()[1], interrupt.place
-        check_engine(llm)
-        stats = llm.stats()
-        assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0), interrupt.place
+        assert_idle_and_whole(llm)
         assert not llm._inboxes and not llm._engine.outputs and not llm._engine._deadlines
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if not interrupt.place:
@@ -133,25 +133,16 @@ def test_an_interrupt_leaves_log_probabilities_with_their_tokens_and_samples_wit
         seen += stream
         (after,) = llm.generate(OTHER, SAMPLES, use_tqdm=False)
         for output, expected_output in zip((seen[-1], after), whole, strict=True):
-            assert_same_reports(output, expected_output, interrupt.place)
+            assert_same_answers(output, expected_output, interrupt.place)
         check_engine(llm)
     assert len(places) >= 8
 
 
-def assert_same_reports(output, expected_output, place):
-    reports = [(completion.token_ids, completion.logprobs) for completion in output.outputs]
-    expected_reports = [(completion.token_ids, completion.logprobs) for completion in expected_output.outputs]
-    for (token_ids, logprobs), (expected_ids, expected_logprobs) in zip(reports, expected_reports, strict=True):
-        assert token_ids == expected_ids, place
-        assert_close(logprobs, expected_logprobs, place)
-    assert_close(output.prompt_logprobs[1:], expected_output.prompt_logprobs[1:], place)
-
-
-def assert_close(reports, expected_reports, place):
-    for report, expected_report in zip(reports, expected_reports, strict=True):
-        assert report.keys() == expected_report.keys(), place
-        for token_id, (logprob, _) in report.items():
-            assert logprob == pytest.approx(expected_report[token_id].logprob, abs=1e-4), place
+def assert_same_answers(output, expected_output, place):
+    for completion, expected_completion in zip(output.outputs, expected_output.outputs, strict=True):
+        assert completion.token_ids == expected_completion.token_ids, place
+        assert_same_reports(completion.logprobs, expected_completion.logprobs)
+    assert_same_reports(output.prompt_logprobs, expected_output.prompt_logprobs)
 
 
 def test_a_second_sigint_within_a_step_raises_at_once_and_may_kill_the_engine_by_name():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import socket
@@ -22,8 +21,6 @@ from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.serving.replicas.prefix_index import PrefixIndex, encode
 from tests.engine.blocks import A, B, C, D, computed, make_manager, release
-from tests.support.async_llms import collect
-from tests.support.async_llms import open_llm as open_async_llm
 from tests.support.llms import generate, greedy, open_llm
 from tests.support.refusals import invalid
 from tests.support.scheduling import Loop, make_group_scheduler
@@ -192,46 +189,36 @@ def within(seconds, holds):
 # -------------------------------------------------------------------------------------------------------- the schema
 
 
+def findable(block_hash, parent=None, **more):
+    return Findable(block_hash, parent, bytes(16), "", **more)  # four int32
+
+
 def test_a_chain_is_one_event_and_so_are_blocks_removed_in_a_row():
     first, second, third = PromptHashes([*A, *B, *C, 9], 4)
-    tokens = [bytes(make_manager(2)._digest(b"")) for _ in range(3)]  # four int32 each
-    events = [
-        Findable(first, None, tokens[0], ""),
-        Findable(second, first, tokens[1], ""),
-        Findable(third, second, tokens[2], ""),
-        Forgotten(third),
-        Forgotten(second),
-        AllForgotten(),
-    ]
-    stored, removed, cleared = in_schema(events)
+    chain = [findable(first), findable(second, first), findable(third, second)]
+    stored, removed, cleared = in_schema([*chain, Forgotten(third), Forgotten(second), AllForgotten()])
     assert stored["block_hashes"] == [*map(as_number, (first, second, third))]
     assert stored["parent_block_hash"] is None and stored["block_size"] == 4 and len(stored["token_ids"]) == 12
     assert removed["block_hashes"] == [as_number(third), as_number(second)]
     assert cleared == {"type": "AllBlocksCleared"}
 
 
-def test_a_block_behind_another_than_the_last_one_begins_an_event():
+def test_a_block_of_another_prompt_parts_a_chain_in_order():
     first, second = PromptHashes([*A, *B, 9], 4)
     (other,) = PromptHashes([*C, 9], 4)
-    tokens = bytes(16)
-    events = [Findable(first, None, tokens, ""), Findable(other, None, tokens, ""), Findable(second, first, tokens, "")]
-    assert [event["parent_block_hash"] for event in in_schema(events)] == [None, None, as_number(first)]
-
-
-def test_a_removal_between_two_blocks_of_a_chain_parts_them_in_order():
-    first, second = PromptHashes([*A, *B, 9], 4)
-    (other,) = PromptHashes([*C, 9], 4)
-    events = [Findable(first, None, bytes(16), ""), Forgotten(other), Findable(second, first, bytes(16), "")]
-    assert [event["type"] for event in in_schema(events)] == ["BlockStored", "BlockRemoved", "BlockStored"]
+    events = in_schema([findable(first), findable(other), findable(second, first)])
+    assert [event["parent_block_hash"] for event in events] == [None, None, as_number(first)]
+    events = in_schema([findable(first), Forgotten(other), findable(second, first)])
+    assert [event["type"] for event in events] == ["BlockStored", "BlockRemoved", "BlockStored"]
 
 
 def test_states_are_told_from_the_blocks_after_which_they_are():
     """A router that counts hits of such a model needs both."""
     (first, second), kinds = PromptHashes([*A, *B, 9], 4), ["full_attention", "mamba"]
     events = [
-        Findable(first, None, bytes(16), ""),
-        Findable(second, first, bytes(16), ""),
-        Findable(second, first, bytes(16), "", of_states=True),
+        findable(first),
+        findable(second, first),
+        findable(second, first, of_states=True),
         Forgotten(second, of_states=True),
         Forgotten(second),
     ]
@@ -315,21 +302,6 @@ def test_a_router_knows_what_an_engine_holds_after_evictions_and_a_reset(context
         llm.reset_prefix_cache()
         router.read_all()
         assert router.tokens == {}
-
-
-def test_an_async_engine_publishes_until_it_is_closed(context, endpoint):
-    async def run():
-        async with open_async_llm(kv_events=endpoint) as llm:
-            router = Router(context, endpoint)
-            while not router.socket.poll(50):
-                await llm.reset_prefix_cache()
-            await collect(llm.generate(list(range(40)), greedy(2)))
-        return router
-
-    router = asyncio.run(run())
-    router.read_all()
-    assert set(router.tokens.values()) == {tuple(range(16)), tuple(range(32))}
-    assert not [thread for thread in threading.enumerate() if thread.name == "nanovllm-kv-events"]
 
 
 def test_what_an_engine_has_queued_is_sent_when_it_closes(heard):

@@ -1,4 +1,4 @@
-"""An engine with a latency goal: the tokens of one without, goals of requests, statistics, and what is refused."""
+"""An engine with a latency goal: what it learns and tells, goals of requests, statistics, and what is refused."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,9 +16,8 @@ from nanovllm.serving.replicas.pool_stats import goals_in_force
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
 from tests.support import llms
-from tests.support.llms import check_engine, generate, greedy
+from tests.support.llms import generate, greedy
 from tests.support.refusals import invalid
-from tests.support.replicas import completions
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_model
 
@@ -29,36 +28,6 @@ def open_llm(**options):
     return llms.open_llm(tiny_model(), **options)
 
 
-def answers(params=GREEDY, **options):
-    prompts = random_prompts(9, low=3, high=200)
-    with open_llm(max_num_seqs=4, **options) as llm:
-        outputs = generate(llm, prompts, params)
-        check_engine(llm)
-        assert (llm.stats().budget is None) == ("itl_goal" not in options)
-    return completions(outputs)
-
-
-@pytest.fixture(scope="module")
-def usual():
-    return answers()
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("goal", [60.0, "tight"])
-def test_tokens_do_not_depend_on_the_goal(usual, overlap, goal, monkeypatch):
-    if goal == "tight":  # of which each step misses: a block a step
-        monkeypatch.setattr("nanovllm.features.goals.building.resolve_goal", lambda config, seconds: config)
-        goal = 1e-3
-    assert answers(itl_goal=goal, ttft_goal=30.0, overlap=overlap) == usual
-
-
-def test_samples_structured_answers_and_preemption_beside_a_goal():
-    params = SamplingParams(n=3, seed=5, temperature=0.9, max_tokens=12)
-    tight = {"num_kv_blocks": 33, "max_model_len": 500}
-    assert answers(params, itl_goal=60.0, **tight) == answers(params, **tight)
-
-
 def test_the_fit_learns_from_steps_and_the_statistics_tell():
     with open_llm(itl_goal=60.0) as llm:
         assert llm.stats().budget.error is None
@@ -66,6 +35,8 @@ def test_the_fit_learns_from_steps_and_the_statistics_tell():
         stats = llm.stats().budget
     assert (stats.itl_goal, stats.num_tokens) == (60.0, 1024)
     assert stats.error >= 0.0
+    with open_llm() as llm:
+        assert llm.stats().budget is None
 
 
 def test_steps_tell_their_budget_and_predicted_time_and_lanes_their_client(tmp_path):

@@ -9,7 +9,6 @@ from nanovllm import LLM
 from nanovllm.fast.attention.layer_traits import first_beyond
 from tests.support.layer_kinds import MODELS, WINDOW, expected, model, own_answer, prompts
 from tests.support.llms import generate, greedy
-from tests.support.tiny_models import tiny_model
 
 NUM_NEW_TOKENS = 18  # the shortest prompt moves beyond its window within them
 GREEDY = greedy(NUM_NEW_TOKENS)
@@ -96,18 +95,3 @@ def test_a_window_that_holds_the_longest_sequence_is_plain_attention(family):
     assert answer.outputs[0].token_ids == own_answer(model(family), prompts()[0], WINDOW // 2)
     with LLM(model(family), **(OPTIONS | {"max_model_len": WINDOW + 1}), **BACKENDS["sdpa"]) as llm:
         assert first_beyond(llm._engine.model_runner.binding.layers[0].traits) is not None
-
-
-def test_a_layer_of_plain_attention_looks_for_no_attribute_in_vain(monkeypatch):
-    missed = []
-    look = torch.nn.Module.__getattr__
-
-    def noted(module, name):
-        if name.startswith("nanovllm"):
-            missed.append(name)
-        return look(module, name)
-
-    with LLM(tiny_model(), **OPTIONS, **BACKENDS["sdpa"]) as llm:
-        monkeypatch.setattr(torch.nn.Module, "__getattr__", noted)
-        generate(llm, [1, 2, 3], GREEDY)
-    assert not missed

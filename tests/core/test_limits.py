@@ -5,13 +5,12 @@ import math
 
 import pytest
 
-from nanovllm import LLM, EngineConfig, OutputKind, QueueFullError
+from nanovllm import EngineConfig, OutputKind, QueueFullError
 from nanovllm.build import build_engine
 from nanovllm.features.groups.block_checks import check_scheduler
-from tests.support.llms import generate, greedy, shared_llm
+from tests.support.llms import OPTIONS, generate, greedy, open_llm, shared_llm, submit
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
 LONG = greedy(60)
 PROMPT, OTHER = random_prompts(2, low=40, high=40, seed=1)
 
@@ -34,7 +33,7 @@ def open_with(clock, **options):
 
 
 def ask(engine, name, prompt=PROMPT, params=LONG, **options):
-    engine.add(engine.input_processor.process_one(name, prompt, params, **options))
+    submit(engine, name, prompt, params, **options)
 
 
 def outputs_of(engine, num_steps=None):
@@ -137,11 +136,10 @@ def test_the_last_output_of_a_stream_says_timeout(clock, kind):
 
 
 def test_a_front_door_passes_timeouts_on():
-    with LLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
-        outputs = generate(llm, [PROMPT, OTHER], LONG, timeout=[1e-9, 1000.0])
-        assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length"]
-        *_, last = llm.stream(PROMPT, LONG, timeout=1e-9)
-        assert last.outputs[0].finish_reason == "timeout"
+    outputs = generate(shared_llm(), [PROMPT, OTHER], LONG, timeout=[1e-9, 1000.0])
+    assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length"]
+    *_, last = shared_llm().stream(PROMPT, LONG, timeout=1e-9)
+    assert last.outputs[0].finish_reason == "timeout"
 
 
 @pytest.mark.parametrize("timeout", [-1.0, math.inf, "5", True, [1.0, 2.0, 3.0]], ids=repr)
@@ -170,18 +168,11 @@ def test_one_more_request_than_may_run_and_wait_is_refused_and_leaves_no_trace(c
 
 
 def test_a_call_with_more_prompts_than_there_is_room_for_queues_none():
-    with LLM(tiny_model(), max_num_seqs=2, max_queue=1, **OPTIONS) as llm:
+    with open_llm(max_num_seqs=2, max_queue=1) as llm:
         with pytest.raises(QueueFullError):
             generate(llm, [PROMPT] * 4, LONG)
         assert (llm.stats().num_waiting, llm.stats().num_steps) == (0, 0)
         assert len(generate(llm, [PROMPT] * 3, LONG)) == 3
-
-
-def test_without_max_queue_there_is_no_limit(clock):
-    engine = open_with(clock, max_num_seqs=1)
-    for number in range(300):
-        ask(engine, str(number))
-    assert engine.stats().num_waiting == 300
 
 
 @pytest.mark.parametrize(

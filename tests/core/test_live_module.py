@@ -362,17 +362,6 @@ def test_a_change_of_the_weights_is_seen_by_each_of_two_llms_on_one_module(model
         assert generate(second) == expected
 
 
-def test_two_llms_on_one_module_stream_in_turns(model):
-    expected = by_a_fresh_engine(model)
-    before = Snapshot(model)
-    with open_llm(model) as first, open_llm(model) as second:
-        streams = zip(first.stream(PROMPTS[0], GREEDY), second.stream(PROMPTS[1], GREEDY), strict=True)
-        for outputs in streams:
-            last = [output.outputs[0].token_ids for output in outputs]
-    assert last == expected[:2]
-    assert_untouched(model, before)
-
-
 def test_two_llms_on_one_module_generate_from_two_threads(model):
     expected = by_a_fresh_engine(model)
     before = Snapshot(model)

@@ -100,14 +100,6 @@ def test_the_text_of_a_marker_is_spelled_and_the_form_is_completed(kind):
             assert last == EOS and not {0, 1, 2, EOS} & set(spelled), name
 
 
-@pytest.mark.parametrize("name", ["const", "regex"])
-def test_a_stream_spells_it_too(name):
-    form, has_form = FORMS[name]
-    params = SamplingParams(max_tokens=200, seed=5, structured_output=StructuredOutput(**form))
-    *_, last = llm().stream([40, 50, 60], params)
-    assert last.outputs[0].finish_reason == "stop" and has_form(last.outputs[0].text)
-
-
 def with_words(own):
     """The tokenizer with added tokens that are text, looked for behind a normalizer."""
     found = Tokenizer.from_str(own.backend_tokenizer.to_str())

@@ -9,11 +9,9 @@ import functools
 import pytest
 import torch
 
-from nanovllm import StepError
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.groups.block_checks import check_scheduler
 from tests.support import llms
-from tests.support.llms import generate, greedy, submit
+from tests.support.llms import generate, greedy
 from tests.support.overlap import requests
 from tests.support.tiny_models import tiny_model
 
@@ -115,43 +113,6 @@ def test_an_aborted_neighbour_changes_nothing():
         seen += stream
         assert seen[-1].outputs[0].token_ids == alone[0]
         assert_idle_and_whole(llm)
-
-
-@pytest.mark.parametrize("fails_in", ["launch", "result"])
-@pytest.mark.parametrize("number", [1, 2, 3, 7])
-def test_a_step_that_fails_is_undone_with_the_one_beside_it(monkeypatch, fails_in, number, llm):
-    prompts, params = [[5] * 20, [6] * 35], greedy(12)
-    right = answers(llm, prompts, params)
-    llm.reset_prefix_cache()
-    engine, steps = llm._engine, iter(range(1, 1000))
-    execute = engine.model_runner.execute
-
-    def failing(batch):
-        if next(steps) != number:
-            return execute(batch)
-        if fails_in == "launch":
-            raise RuntimeError("no")
-        execute(batch)
-        return Failing()
-
-    class Failing:
-        def result(self):
-            raise RuntimeError("no")
-
-    monkeypatch.setattr(engine.model_runner, "execute", failing)
-    for name, prompt in enumerate(prompts):
-        submit(engine, str(name), prompt, params)
-    with pytest.raises(StepError, match="no"):
-        while engine.has_unfinished:
-            engine.step()
-    assert not engine._in_flight and not engine.scheduler.in_flight
-    check_scheduler(engine.scheduler)
-    while engine.has_unfinished:  # its requests are queued still, and go on
-        engine.step()
-    outputs = sorted(engine.outputs, key=lambda output: output.request_id)
-    engine.outputs.clear()
-    assert [output.outputs[0].token_ids for output in outputs] == [tokens for tokens, *_ in right]
-    assert_idle_and_whole(llm)
 
 
 def test_a_request_whose_logits_are_not_finite_ends_and_its_neighbour_goes_on():

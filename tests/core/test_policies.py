@@ -16,7 +16,7 @@ from nanovllm.features.shares.client_queue import ClientQueue
 from nanovllm.scheduler import Scheduler, WaitingQueue, WholeBudget
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.specs import build
-from tests.support.llms import GREEDY, SAMPLED, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
+from tests.support.llms import GREEDY, SAMPLED, assert_idle_and_whole, generate, open_llm, token_ids
 from tests.support.rank_pair import one_pair_of_processes
 from tests.support.replicas import OPTIONS, REPLICAS, completions, one_engine, process_ids, tiny_folder
 from tests.support.sweeps import CALIBRATION, COST
@@ -197,16 +197,6 @@ def test_answers_are_those_without_a_policy(name, expected):
         assert type(llm._engine.scheduler.budget) is HalfBudget
         for kind, params in REQUESTS.items():
             assert answers(llm, params) == expected[kind]
-        assert_idle_and_whole(llm)
-
-
-def test_a_failed_step_returns_requests_to_the_queue(expected, monkeypatch):
-    with open_llm(policies={"queue": LastComeFirst}, num_kv_blocks=34) as llm:
-        fail_in_step(monkeypatch, llm, 3, RuntimeError("once"))
-        with pytest.raises(RuntimeError, match="once"):
-            answers(llm, GREEDY)
-        monkeypatch.undo()
-        assert answers(llm, GREEDY) == expected["greedy"]
         assert_idle_and_whole(llm)
 
 

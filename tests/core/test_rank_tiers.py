@@ -14,17 +14,11 @@ from nanovllm.features.tiers import prefix_tiers, rank_tiers
 from nanovllm.features.tiers.rank_tiers import RankOrders
 from tests.support.llms import OPTIONS, check_engine, generate, token_ids
 from tests.support.prefixes import OTHERS, PROMPTS, cached
-from tests.support.tiny_models import save_tiny
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
 HOST = {"prefix_cache_host_bytes": 2**26, "num_kv_blocks": 40}
 TWO = OPTIONS | {"tensor_parallel_size": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(save_tiny(tmp_path_factory.mktemp("model"), "llama"))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from nanovllm import SamplingParams
-from tests.support.llms import SAMPLED, assert_idle_and_whole, generate, open_llm, shared_llm, token_ids
+from tests.support.llms import SAMPLED, assert_idle_and_whole, generate, mixed_requests, open_llm, shared_llm, token_ids
 from tests.support.tiny_models import random_prompts
 
 
@@ -25,13 +25,6 @@ def test_unseeded_requests_draw_afresh_in_each_call():
     params = SamplingParams(max_tokens=12)
     draws = [token_ids(generate(shared_llm(), "Once upon a time", params))[0] for _ in range(5)]
     assert len(set(map(tuple, draws))) == 5
-
-
-def mixed_requests(count):
-    """Prompts with greedy and seeded sampling in turn, filtered in different ways."""
-    kinds = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
-    params = [SamplingParams(seed=n, max_tokens=12, **kinds[n % len(kinds)]) for n in range(count)]
-    return random_prompts(count, low=1, high=110, seed=1), params
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from nanovllm.features.resume.resumption import Resumed, ResumedSample
 from nanovllm.outputs import OutputKind, RequestMetrics
 from tests.support import structured
 from tests.support.llms import generate, greedy, open_llm
+from tests.support.logprobs import assert_same_reports
 from tests.support.tiny_models import random_prompts
 
 PROMPT = random_prompts(1, low=40, high=40, seed=3)[0]
@@ -51,14 +52,6 @@ def rows(output):
     return [(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in output.outputs]
 
 
-def assert_logprobs_close(left, right):
-    assert (left is None) == (right is None)
-    for one, other in zip(left or (), right or (), strict=True):
-        assert (one and one.keys()) == (other and other.keys())
-        for token_id, logprob in (one or {}).items():
-            assert logprob.logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
-
-
 @pytest.fixture(scope="module")
 def llms():
     with open_llm() as one, open_llm() as other:
@@ -76,9 +69,9 @@ def test_a_stream_goes_on_in_another_engine_without_gap_or_repeat(llms, name, nu
         shown.extend(output)
     expected = so_far(whole, whole[-1].metrics)[1]
     assert rows(shown) == rows(expected)
-    assert_logprobs_close(shown.prompt_logprobs, expected.prompt_logprobs)
+    assert_same_reports(shown.prompt_logprobs, expected.prompt_logprobs)
     for left, right in zip(shown.outputs, expected.outputs, strict=True):
-        assert_logprobs_close(left.logprobs, right.logprobs)
+        assert_same_reports(left.logprobs, right.logprobs)
 
 
 @pytest.mark.parametrize("name", PARAMS)

@@ -4,11 +4,8 @@ import random
 
 import pytest
 
-from nanovllm import SamplingParams
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch, ScheduledSequence
 from nanovllm.layout import build_layout
-from nanovllm.sequence import NewRequest, Sequence
-from tests.support.llms import generate, open_llm
 from tests.support.mock_drafts import GuessingDrafter, with_drafts
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_scheduler
@@ -156,39 +153,6 @@ def test_a_run_that_is_undone_leaves_its_sequence_as_it_was():
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens
-
-
-@pytest.mark.parametrize("backend", ["cpp", "sdpa"])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.0},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 1.0, "logprobs": 3},
-        {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": 4, "logprobs": 0},
-    ],
-    ids=["greedy", "top-p", "logprobs", "penalties"],
-)
-def test_each_row_of_a_run_draws_the_token_that_follows_it(backend, params):
-    """What a request draws one by one, a step with its tokens before draws at once: each row by its own noise."""
-    params = SamplingParams(seed=3, max_tokens=5, ignore_eos=True, **params)
-    with open_llm(attention_backend=backend, enforce_eager=backend == "sdpa") as llm:
-        (expected,) = generate(llm, [PROMPT], params)
-        expected = expected.outputs[0]
-        sequence = Sequence(NewRequest("run", PROMPT, params), arrival=0, max_model_len=64, seed=3)
-        sequence.token_ids.extend(expected.token_ids[:4])
-        other = Sequence(NewRequest("other", [3, 4], params), arrival=1, max_model_len=64, seed=4)
-        entries = entry(other, 1, 1, 1), ScheduledSequence(sequence, 0, 9, 4, [5], 0)
-        step = llm._engine.model_runner.execute(ScheduledBatch(0, entries, num_decodes=1))
-        token_ids = step.result()
-        if step.report is not None:
-            step.report.record([other, *[sequence] * 4], token_ids)
-    assert token_ids[1:] == expected.token_ids[1:]
-    if params.logprobs is not None:
-        for reported, one_by_one in zip(sequence.logprobs, expected.logprobs[1:], strict=True):
-            values = {token: entry.logprob for token, entry in one_by_one.items()}
-            assert {token: entry.logprob for token, entry in reported.items()} == pytest.approx(values, abs=1e-4)
-        assert len(other.logprobs) == 1
 
 
 def drafted_step():

@@ -11,6 +11,7 @@ from nanovllm.features.policies.mock_model import tables_of
 from nanovllm.layout import build_layout
 from tests.engine.loops import chunks
 from tests.support.public_options import make_sequence
+from tests.support.scheduler_loops import hits, tokens
 from tests.support.scheduling import Loop, make_group_scheduler
 
 STATE = StateKind.record(5000)
@@ -22,26 +23,21 @@ def make_loop(*, num_slots=64, num_blocks=1024, **limits):
     )
 
 
-def tokens(count, first=0):
-    return [(first + position * position) % 7 for position in range(count)]
-
-
 def states_of(sequence):
     """Its slots, by the block after which they are."""
     return {index: block for index, block in enumerate(tables_of(sequence)[1]) if block}
 
 
+def findable_states(loop, sequence):
+    """The numbers of computed blocks after which a state is found."""
+    group, entries = loop.manager.groups[1], loop.manager.entries
+    hashes = sequence.block_hashes[: sequence.num_computed_tokens // 4]
+    return [number for number, block_hash in enumerate(hashes, 1) if group.find(entries[block_hash])]
+
+
 def lose_step(loop):
     loop.launch()
     loop.fail()
-
-
-def hits(loop, prompt, **params):
-    """Tokens of a new request that come from the cache; it is run to its end."""
-    before = loop.scheduler.stats.prefix_cache_hits
-    loop.add(prompt, **({"max_tokens": 1} | params))
-    loop.drain()
-    return loop.scheduler.stats.prefix_cache_hits - before
 
 
 def after_steps(count, prompt, **limits):
@@ -71,10 +67,7 @@ def test_a_chunk_of_many_blocks_takes_one_slot():
 
 
 def test_a_state_is_overwritten_in_its_block_and_not_at_a_boundary():
-    loop = make_loop()
-    sequence = loop.add(tokens(5), max_tokens=30)
-    loop.step()
-    loop.step()
+    loop, sequence = after_steps(2, tokens(5))
     (first, second) = states_of(sequence).values()
     for _ in range(3):  # positions 5, 6, 7
         loop.step()
@@ -96,35 +89,20 @@ def test_a_running_sequence_pins_two_slots_once_its_steps_are_read(depth):
     assert most == 1 + depth
 
 
-def test_two_slots_a_sequence_are_enough_with_overlap_too():
-    """At a boundary a third one would be taken while the step before is not read: the older state goes instead."""
-    loop = make_loop(num_slots=8, max_num_seqs=4)
-    for number in range(4):
-        loop.add([number, *tokens(10)], max_tokens=40)
-    loop.finish(2)
-    assert loop.scheduler.stats.num_preemptions == 0
-
-
 def test_a_chunk_with_one_free_slot_may_take_many_blocks():
     loop = make_loop(num_slots=2)
     loop.add(tokens(100), max_tokens=1)
     assert chunks_until_end(loop) == [(0, 96), (96, 100)]
 
 
-def test_the_smallest_pools_finish_every_request_among_many():
-    loop = make_loop(num_slots=2, num_blocks=15, max_model_len=60, max_num_batched_tokens=24, max_num_seqs=8)
-    for number in range(8):
-        loop.add(tokens(6, number), max_tokens=50)
-    loop.finish(2)
-
-
 def test_requests_start_while_each_can_have_two_slots():
+    """They are enough with overlap too: at a boundary the older state goes, not a third slot for the step in flight."""
     loop = make_loop(num_slots=8)
     for number in range(6):
-        loop.add([number, *tokens(21)], max_tokens=30)
+        loop.add([number, *tokens(21)], max_tokens=40)
     loop.step()
     assert len(loop.scheduler.running) == 4
-    loop.drain()
+    loop.finish(2)
     assert loop.scheduler.stats.num_preemptions == 0
 
 
@@ -205,9 +183,8 @@ def test_a_state_before_the_last_boundary_stays_findable_and_is_evicted_first():
     loop = make_loop(num_slots=6)
     sequence = loop.add(tokens(5), max_tokens=60)
     loop.steps(26)
-    group, entries = loop.manager.groups[1], loop.manager.entries
-    found = [n for n in range(1, 8) if group.find(entries[sequence.block_hashes[n - 1]])]
-    assert (sequence.num_computed_tokens, found) == (29, [1, 4, 5, 6, 7])  # the prompt's end ages like others
+    assert sequence.num_computed_tokens == 29
+    assert findable_states(loop, sequence) == [1, 4, 5, 6, 7]  # the prompt's end ages like others
 
 
 def test_a_state_that_was_found_ages_like_others():
@@ -216,20 +193,16 @@ def test_a_state_that_was_found_ages_like_others():
     loop.steps(14)
     loop.add([*sequence.token_ids[:12], 6], max_tokens=1)
     loop.steps(24)
-    group, entries = loop.manager.groups[1], loop.manager.entries
-    found = [n for n in range(1, 11) if group.find(entries[sequence.block_hashes[n - 1]])]
-    assert (sequence.num_computed_tokens, found) == (41, [1, 3, 6, 7, 8, 9, 10])
+    assert sequence.num_computed_tokens == 41
+    assert findable_states(loop, sequence) == [1, 3, 6, 7, 8, 9, 10]
 
 
 def test_a_hit_counts_among_the_two_slots_of_a_sequence():
     loop = make_loop()
     hits(loop, tokens(41))
     manager, sequence = loop.manager, make_sequence([*tokens(41), 5, 5], max_model_len=400)
-    found = manager.lookup(sequence)
-    assert manager.num_blocks_lacking(sequence, 43, found).by_group == [
-        11,
-        2,
-    ]  # all are free: one is claimed, one taken
+    lacking = manager.num_blocks_lacking(sequence, 43, manager.lookup(sequence))
+    assert lacking.by_group == [11, 2]  # all are free: one is claimed, one taken
 
 
 def test_evicted_states_shorten_hits_to_those_that_are_left():
@@ -252,14 +225,6 @@ def test_a_common_prefix_of_requests_that_arrive_together_is_computed_once():
         loop.add([*system, *(divmod(number, 8) * 16)], max_tokens=2)
     loop.finish()
     assert [s.num_cached_tokens for s in loop.sequences] == [0] + [512] * 63
-
-
-def test_samples_of_one_prompt_compute_it_once():
-    loop = make_loop()
-    for _ in range(8):
-        loop.add(tokens(41), max_tokens=3)
-    loop.drain()
-    assert [s.num_cached_tokens for s in loop.sequences] == [0] + [40] * 7
 
 
 def test_a_request_waits_for_the_state_that_the_step_writes_and_others_start():
@@ -349,9 +314,9 @@ def test_a_request_is_not_among_the_others_that_want_its_blocks():
     loop = make_loop(max_num_seqs=1)
     one, other, third = (loop.add([*tokens(8), own], max_tokens=20) for own in (1, 2, 3))
     wanted = loop.manager.wanted
-    assert [wanted.by_others(one, index, one.block_hashes[index]) for index in (0, 1)] == [2, 2]
-    loop.step()
-    assert [wanted.by_others(one, index, one.block_hashes[index]) for index in (0, 1)] == [2, 2]
+    for _ in range(2):  # while it waits, and while it runs
+        assert [wanted.by_others(one, index, one.block_hashes[index]) for index in (0, 1)] == [2, 2]
+        loop.step()
     loop.abort(other)
     assert wanted.by_others(third, 0, third.block_hashes[0]) == 0
 
@@ -370,19 +335,12 @@ def test_a_state_that_a_waiting_request_wants_is_evicted_last():
 # -------------------------------------------------------------------------------------- failed steps and preemption
 
 
-def test_a_failed_step_returns_a_sequence_to_its_last_boundary():
-    loop, sequence = after_steps(5, tokens(14))
-    assert sequence.num_computed_tokens == 17
+@pytest.mark.parametrize("num_steps, length, computed", [(5, 14, 17), (3, 15, 16)])
+def test_a_failed_step_returns_a_sequence_to_its_last_boundary(num_steps, length, computed):
+    loop, sequence = after_steps(num_steps, tokens(length))
+    assert sequence.num_computed_tokens == computed
     lose_step(loop)
     assert (sequence.num_computed_tokens, sequence.is_running, list(states_of(sequence))) == (16, True, [3])
-    loop.finish()
-
-
-def test_a_failed_step_that_began_at_a_boundary_returns_there():
-    loop, sequence = after_steps(3, tokens(15))
-    assert sequence.num_computed_tokens == 16
-    lose_step(loop)
-    assert (sequence.num_computed_tokens, sequence.is_running) == (16, True)
     loop.finish()
 
 

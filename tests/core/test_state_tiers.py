@@ -302,15 +302,20 @@ def test_events_tell_states_in_host_memory_from_k_and_v(monkeypatch, tmp_path):
         batches.append(in_schema(events, publisher._kinds))
 
     monkeypatch.setattr(KvEventPublisher, "receive", receive)
-    with evicted(kv_events=f"ipc://{tmp_path}/events"):
-        pass
+    with evicted(kv_events=f"ipc://{tmp_path}/events") as (llm, _):
+        llm.reset_prefix_cache()
+        answers(llm)
     events = [event for batch in batches for event in batch if event.get("medium") == "CPU"]
     stored = [event for event in events if event["type"] == "BlockStored"]
     assert {event["kv_cache_spec_kind"] for event in stored} == {"full_attention", "mamba"}
     state = next(event for event in stored if event["kv_cache_spec_kind"] == "mamba")
-    assert state["token_ids"] == SHARED_TOKENS[SIZE : 2 * SIZE] and state["parent_block_hash"] is not None
+    assert state["token_ids"] == SHARED_TOKENS[SIZE : 2 * SIZE]
+    first = next(event for event in stored if event["token_ids"] == SHARED_TOKENS[:SIZE])
+    assert (first["parent_block_hash"], first["block_size"]) == (None, SIZE)
+    assert [state["parent_block_hash"]] == first["block_hashes"]
     told = {(event["group_idx"], name) for event in stored for name in event["block_hashes"]}
     removed = [event for event in events if event["type"] == "BlockRemoved"]
+    assert removed
     assert {(event["group_idx"], name) for event in removed for name in event["block_hashes"]} <= told
 
 

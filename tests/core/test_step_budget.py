@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from nanovllm.batch import ScheduledSequence
 from nanovllm.features.goals.step_budget import LATELY_S, MAX_RELAXATION
-from nanovllm.features.policies.walk import walk_at_random
 from nanovllm.scheduler import WaitingQueue
 from tests.engine.loops import chunks
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_scheduler
-from tests.support.step_costs import BLOCK, MOST, Costs, RandomCosts, make_budget
+from tests.support.step_costs import BLOCK, MOST, Costs, make_budget
 
 
 def decodes(count, **params):
@@ -285,35 +284,6 @@ def test_while_no_slot_is_free_no_budget_is_chosen():
     loop.manager.lookup = None  # of a prompt that cannot start
     loop.step()
     assert loop.scheduler.budget.stats().num_tokens == MOST
-
-
-def walk(seed, **budget):
-    rng = random.Random(seed)
-    block_size, max_num_seqs, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(1, 6), rng.randint(8, 28)
-    most = max_num_seqs + block_size + rng.randint(0, 16)
-    scheduler = make_scheduler(
-        block_size=block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=most,
-        num_kv_blocks=1 + -(-max_model_len // block_size) + rng.randint(0, 6),
-        long_prefill_token_threshold=rng.randint(1, 6) * block_size, max_long_partial_prefills=1,
-        max_num_partial_prefills=rng.randint(1, 3),
-    )  # fmt: skip
-    loop = Loop(scheduler)
-    if budget:
-        scheduler.budget = make_budget(
-            rng.choice((1e-3, 0.1, 10.0)), RandomCosts(random.Random(seed)), block_size=block_size,
-            max_num_batched_tokens=most, ttft_goal=rng.choice((None, 1.0)),
-            long_prefill_token_threshold=scheduler.config.long_prefill_token_threshold, **budget,
-        )  # fmt: skip
-    return walk_at_random(loop, rng, 200)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("overlap", [False, True])
-def test_with_random_costs_no_step_is_empty_and_no_prompt_starves(overlap):
-    """`Loop` bounds the steps to the end, and raises for a step of nothing while work is left."""
-    loops = [walk(seed, overlap=overlap) for seed in range(20)]
-    assert sum(loop.scheduler.stats.num_steps for loop in loops) > 1500
-    assert sum(loop.scheduler.stats.num_preemptions for loop in loops) > 20
 
 
 def test_an_unlimited_goal_gives_every_batch_of_no_goal():

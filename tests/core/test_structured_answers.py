@@ -40,6 +40,12 @@ def plain_llm():
     return open_llm(enable_prefix_caching=False)
 
 
+def completion_of(kind, **options):
+    """That of the first prompt, alone."""
+    (output,) = answers(plain_llm(), params_of(kind, **options), PROMPTS[:1])
+    return output.outputs[0]
+
+
 @functools.cache
 def one_by_one(cell="neighbours"):
     """Each request of a cell alone, without overlap, chunks, hits or neighbours, and one without structure."""
@@ -145,9 +151,9 @@ def test_beside_anything_else_a_request_draws_what_it_draws_alone(cell, overlap)
 
 
 def test_log_probabilities_are_the_models_own_and_ranks_may_be_high():
-    (output,) = answers(plain_llm(), params_of("choice", logprobs=0), PROMPTS[:1])
-    reported = [next(iter(report.values())) for report in output.outputs[0].logprobs]
-    assert len(reported) == len(output.outputs[0].token_ids)
+    completion = completion_of("choice", logprobs=0)
+    reported = [next(iter(report.values())) for report in completion.logprobs]
+    assert len(reported) == len(completion.token_ids)
     assert max(one.rank for one in reported) > 1
 
 
@@ -200,14 +206,14 @@ def test_a_request_that_times_out_keeps_the_beginning_of_its_output():
 
 
 def test_the_end_of_max_tokens_within_a_form_is_a_length():
-    (output,) = answers(plain_llm(), params_of("json_schema", max_tokens=5), PROMPTS[:1])
-    assert output.outputs[0].finish_reason == "length" and len(output.outputs[0].token_ids) == 5
+    completion = completion_of("json_schema", max_tokens=5)
+    assert completion.finish_reason == "length" and len(completion.token_ids) == 5
 
 
 def test_a_stop_string_may_cut_a_form_and_ends_with_stop():
-    (output,) = answers(plain_llm(), params_of("json_schema", stop=("size",)), PROMPTS[:1])
-    assert output.outputs[0].finish_reason == "stop" and output.outputs[0].stop_reason == "size"
-    assert output.outputs[0].text.endswith(',"')
+    completion = completion_of("json_schema", stop=("size",))
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "size")
+    assert completion.text.endswith(',"')
 
 
 def test_min_tokens_beyond_the_longest_form_is_an_error_of_the_request_that_names_both():

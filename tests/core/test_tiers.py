@@ -17,7 +17,6 @@ from nanovllm import LLM, SamplingParams, TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.fast.kernels import processor_classes
 from nanovllm.features.costs.learned_costs import LearnedCosts
-from nanovllm.features.kv_events.kv_events import KvEventPublisher, as_number, in_schema
 from nanovllm.features.tiers import books, prefix_tiers, reading, segments, tiered_blocks
 from nanovllm.features.tiers.books import TierBooks
 from nanovllm.features.tiers.directory import CacheDirectory
@@ -26,14 +25,8 @@ from tests.support.forked_processes import programs_are_forked
 from tests.support.layer_kinds import model
 from tests.support.llms import OPTIONS, check_engine, generate, open_llm, submit, token_ids
 from tests.support.prefixes import OTHERS, PROMPTS, SHARED, cached
-from tests.support.tiny_models import save_tiny
 
 HOST = {"prefix_cache_host_bytes": 2**26}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(save_tiny(tmp_path_factory.mktemp("model"), "llama"))
 
 
 @pytest.fixture(scope="module")
@@ -198,24 +191,6 @@ def test_the_trace_has_each_decision_with_both_estimates(tmp_path):
     (event,) = [event for event in json.loads(path.read_text()) if event.get("name") == "prefix"]
     assert event["args"]["medium"] == "host" and event["args"]["num_tokens"] == 64 and event["args"]["loads"]
     assert event["args"]["load_seconds"] > 0.0 and "compute_seconds" in event["args"]
-
-
-def test_events_name_the_medium_of_stored_blocks(monkeypatch, tmp_path):
-    batches = []
-    monkeypatch.setattr(KvEventPublisher, "receive", lambda self, events: batches.append(in_schema(events)))
-    with evicted(kv_events=f"ipc://{tmp_path}/events") as llm:
-        hashes = {as_number(name) for name in llm._engine.block_manager.entries}
-        llm.reset_prefix_cache()
-        generate(llm, PROMPTS)
-    events = [event for batch in batches for event in batch if event.get("medium") == "CPU"]
-    stored = [event for event in events if event["type"] == "BlockStored"]
-    removed = [event for event in events if event["type"] == "BlockRemoved"]
-    first = next(event for event in stored if event["token_ids"] == SHARED[:16])
-    assert first["parent_block_hash"] is None and first["block_size"] == 16
-    second = next(event for event in stored if event["token_ids"] == SHARED[16:32])
-    assert [second["parent_block_hash"]] == first["block_hashes"]
-    assert {event["block_hashes"][0] for event in stored} & hashes
-    assert {e["block_hashes"][0] for e in removed} <= {e["block_hashes"][0] for e in stored} and len(removed) > 4
 
 
 # -------------------------------------------------------------------------------------------------------------- files

@@ -1,33 +1,30 @@
 """The timeline's page and picture show what the trace holds; the page runs in a real browser."""
 
 import json
-import sys
 
 import pytest
 from matplotlib import colors, image
 
-from nanovllm import LLM, SamplingParams, TraceWriter
+from nanovllm import TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.observability.timeline import STEP_VALUES, read_trace, summary
 from nanovllm.observability.timeline_page import to_html
 from nanovllm.observability.timeline_plot import CACHED, COLORS, save_png
 from nanovllm.observability.trace_writer import STATES
 from tests.support import traces
-from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.support.llms import generate, greedy, open_llm
+from tests.support.tiny_models import random_prompts, tiny_model
 
 # Four requests in a pool that is too small for three.
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 14, "max_model_len": 160, "max_num_seqs": 3}
-
-Colour = tuple[int, int, int]
+OPTIONS = {"num_kv_blocks": 14, "max_model_len": 160, "max_num_seqs": 3}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     """A trace of requests that preempt each other."""
     path = tmp_path_factory.mktemp("traces") / "out.json"
-    with TraceWriter(path) as trace, LLM(tiny_model(), tokenizer=tiny_tokenizer(), trace=trace, **OPTIONS) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=60)
-        llm.generate(random_prompts(4, low=40, high=50), params, use_tqdm=False)
+    with TraceWriter(path) as trace, open_llm(tiny_model(), trace=trace, **OPTIONS) as llm:
+        generate(llm, random_prompts(4, low=40, high=50), greedy(60))
     return path
 
 
@@ -106,12 +103,6 @@ def test_the_picture_shows_every_state_and_kind_of_token(path, tmp_path):
     pixels = {tuple(pixel) for row in (image.imread(tmp_path / "run.png")[..., :3] * 255).round() for pixel in row}
     for color in [*COLORS.values(), CACHED]:
         assert tuple(round(255 * part) for part in colors.to_rgb(color)) in pixels
-
-
-def test_without_matplotlib_the_remedy_is_named(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["timeline", str(path), "--plot", str(tmp_path / "run.png")]) == 2
-    assert "pip install 'nanovllm[plot]'" in capsys.readouterr().err
 
 
 def test_the_command_wants_to_know_what_to_write(path, capsys):

@@ -7,34 +7,24 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-from nanovllm import LLM, SamplingParams, TraceWriter
+from nanovllm import TraceWriter
 from nanovllm.cli.main import main
 from nanovllm.observability.timeline import STEP_VALUES, read_trace
 from nanovllm.observability.timeline_figures import RunFigures
 from tests.support import traces
 from tests.support.live_pages import UNNAMED, live_pages
-from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.support.llms import generate, greedy, open_llm
+from tests.support.tiny_models import random_prompts, tiny_model
 
 # A pool that is too small for three, and a budget that cuts prompts into chunks.
-OPTIONS = {
-    "enforce_eager": True,
-    "block_size": 16,
-    "num_kv_blocks": 14,
-    "max_model_len": 160,
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 32,
-}
+OPTIONS = {"num_kv_blocks": 14, "max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 32}
 
 
 def record(path, **options):
     """Trace requests that are cut into chunks, find a cached prefix, and preempt each other."""
-    with (
-        TraceWriter(path) as trace,
-        LLM(tiny_model(), tokenizer=tiny_tokenizer(), trace=trace, **OPTIONS | options) as llm,
-    ):
-        lengths = [SamplingParams(temperature=0.0, max_tokens=count) for count in (60, 60, 1, 60, 25)]
+    with TraceWriter(path) as trace, open_llm(tiny_model(), trace=trace, **OPTIONS | options) as llm:
         prompts = random_prompts(4, low=40, high=50)
-        return llm.generate([*prompts, prompts[0]], lengths, use_tqdm=False)
+        return generate(llm, [*prompts, prompts[0]], [greedy(count) for count in (60, 60, 1, 60, 25)])
 
 
 @pytest.fixture(scope="module")

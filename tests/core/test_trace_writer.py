@@ -1,6 +1,5 @@
 """Traces: each request's states without a gap, each step's tokens, also after failures."""
 
-import asyncio
 import json
 import logging
 import os
@@ -13,19 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, StepError, TraceWriter
+from nanovllm import LLM, StepError, TraceWriter
 from nanovllm.build import build_engine
 from tests.support import traces
 from tests.support.llms import generate, submit
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 from tests.support.traced_llms import OPTIONS, open_llm, params
 
-TIGHT = OPTIONS | {"num_kv_blocks": 14, "max_model_len": 160}  # three requests of 100 tokens preempt each other
+TIGHT = {"num_kv_blocks": 14, "max_model_len": 160}  # three requests of 100 tokens preempt each other
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "out.json"
+
+
+def traced(path, *request, **options):
+    """Outputs of a call, and the trace of it."""
+    with TraceWriter(path) as writer, open_llm(writer, **options) as llm:
+        outputs = generate(llm, *request)
+    return outputs, traces.read(path)
 
 
 # ------------------------------------------------------------------------------------------------------------- requests
@@ -35,9 +41,8 @@ def path(tmp_path):
 def test_every_token_of_a_request_is_in_its_lane(path, overlap):
     shared = random_prompts(1, low=64, high=64)[0]
     prompts = [[*shared, *prompt] for prompt in random_prompts(8)]
-    with TraceWriter(path) as trace, open_llm(trace, overlap=overlap, max_num_batched_tokens=72, max_num_seqs=4) as llm:
-        outputs = generate(llm, prompts, params())
-    trace = traces.read(path)
+    limits = {"max_num_batched_tokens": 72, "max_num_seqs": 4}
+    outputs, trace = traced(path, prompts, params(), overlap=overlap, **limits)
     assert sum(output.num_cached_tokens for output in outputs) > 0
     for output in outputs:
         name = output.request_id
@@ -53,9 +58,7 @@ def test_every_token_of_a_request_is_in_its_lane(path, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_lane_covers_its_request_from_arrival_to_finish_on_the_engines_clock(path, overlap):
-    with TraceWriter(path) as trace, open_llm(trace, overlap=overlap, max_num_seqs=2) as llm:
-        outputs = generate(llm, random_prompts(5), params())
-    trace = traces.read(path)
+    outputs, trace = traced(path, random_prompts(5), params(), overlap=overlap, max_num_seqs=2)
     for output in outputs:
         lane, metrics = trace.lane(output.request_id), output.metrics
         assert lane[0].start == round(metrics.arrival_time * 1e6)
@@ -69,9 +72,7 @@ def test_a_lane_covers_its_request_from_arrival_to_finish_on_the_engines_clock(p
 @pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pool_that_is_too_small_shows_who_was_preempted_and_what_was_computed_again(path, overlap):
-    with TraceWriter(path) as trace, open_llm(trace, overlap=overlap, **TIGHT) as llm:
-        outputs = generate(llm, random_prompts(3, low=40, high=50), params(60))
-    trace = traces.read(path)
+    outputs, trace = traced(path, random_prompts(3, low=40, high=50), params(60), overlap=overlap, **TIGHT)
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert any("stalled" in trace.states(output.request_id) for output in outputs)
     for output in outputs:
@@ -84,9 +85,7 @@ def test_a_pool_that_is_too_small_shows_who_was_preempted_and_what_was_computed_
 
 
 def test_every_sample_has_a_lane_of_its_own(path):
-    with TraceWriter(path) as trace, open_llm(trace) as llm:
-        generate(llm, random_prompts(1, low=40, high=40), params(n=3, temperature=1.0))
-    trace = traces.read(path)
+    _, trace = traced(path, random_prompts(1, low=40, high=40), params(n=3, temperature=1.0))
     assert list(trace.names.values()) == ["0 [0]", "0 [1]", "0 [2]"]
     assert [trace.total(name, "decode", "tokens") for name in trace.names.values()] == [11, 11, 11]
 
@@ -105,7 +104,7 @@ def test_requests_that_end_early_say_why(path, overlap):
         submit(engine, "runs", [5, 6, 7], params(40))
         submit(engine, "late", [8, 9], params(40), timeout=0.05)
         submit(engine, "waits", [8, 9, 10], params(40))
-        submit(engine, "waits too", [8, 9, 10], params(40), timeout=0.02)
+        submit(engine, 'waits "too"', [8, 9, 10], params(40), timeout=0.02)
         for _ in range(10):
             engine.step()
         engine.abort("runs")
@@ -115,8 +114,8 @@ def test_requests_that_end_early_say_why(path, overlap):
         engine.close()
     trace = traces.read(path)
     reasons = {name: trace.lane(name)[-1].arguments["reason"] for name in trace.names.values()}
-    assert reasons == {"runs": "abort", "late": "timeout", "waits": "abort", "waits too": "timeout"}
-    assert trace.states("waits too") == ["waiting"]
+    assert reasons == {"runs": "abort", "late": "timeout", "waits": "abort", 'waits "too"': "timeout"}
+    assert trace.states('waits "too"') == ["waiting"]
     for name in ("runs", "late"):
         assert trace.states(name) == ["waiting", "prefill", "decode"]
         assert trace.total(name, "decode", "tokens") == trace.lane(name)[-1].arguments["output_tokens"] - 1
@@ -134,22 +133,6 @@ def test_what_is_open_when_the_trace_is_closed_is_unfinished(path):
     lane = traces.read(path).lane("0")
     assert [span.state for span in lane] == ["waiting", "prefill", "decode"]
     assert (lane[-1].arguments["reason"], lane[-1].arguments["tokens"]) == ("unfinished", 1)
-
-
-def test_an_asynchronous_engine_is_traced_and_so_is_leaving_it(path):
-    async def serve(trace):
-        async with AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), trace=trace, **OPTIONS) as llm:
-            async for output in llm.generate([5, 6, 7], params(300), request_id='to "leave"'):
-                if len(output.outputs[0].token_ids) > 3:
-                    break
-            [output async for output in llm.generate([8, 9], params(), request_id="to stay")]
-
-    with TraceWriter(path) as trace:
-        asyncio.run(serve(trace))
-    trace = traces.read(path)
-    assert trace.lane('to "leave"')[-1].arguments["reason"] == "abort"
-    assert trace.lane("to stay")[-1].arguments["reason"] == "length"
-    assert trace.total("to stay", "decode", "tokens") == 11
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps
@@ -309,9 +292,7 @@ def test_a_writer_serves_one_engine(path):
 
 def test_limits_that_the_engine_chose_itself_are_in_the_trace(path):
     """The number of blocks follows from the memory, and is known only once the model is open."""
-    memory = {"num_kv_blocks": None, "kv_cache_memory_bytes": 2**21}
-    options = {name: value for name, value in (OPTIONS | memory).items() if value is not None}
-    with TraceWriter(path) as trace, LLM(tiny_model(), trace=trace, **options) as llm:
+    with TraceWriter(path) as trace, open_llm(trace, num_kv_blocks=None, kv_cache_memory_bytes=2**21) as llm:
         generate(llm, [5, 6, 7], params(2))
         blocks, budget = llm.stats().num_blocks, llm.config.max_num_batched_tokens
     assert {(step["blocks"], step["budget"]) for step in traces.read(path).steps} == {(blocks, budget)}

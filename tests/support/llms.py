@@ -7,7 +7,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.groups.block_checks import check_scheduler
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -30,6 +30,13 @@ def shared_llm():
 
 def generate(llm, prompts, params=GREEDY, **options):
     return llm.generate(prompts, params, use_tqdm=False, **options)
+
+
+def mixed_requests(count):
+    """Prompts with greedy and seeded sampling in turn, filtered in different ways, that end one after another."""
+    kinds = [{"temperature": 0.0}, {}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}]
+    params = [SamplingParams(seed=n, max_tokens=8 + n % 9, **kinds[n % len(kinds)]) for n in range(count)]
+    return random_prompts(count, low=1, high=110, seed=1), params
 
 
 def submit(engine, name, *request, **options):

@@ -51,6 +51,15 @@ def assert_right(model, output, params, atol=1e-4):
             assert_reports(report, row, prompt[index], params.prompt_logprobs, atol)
 
 
+def assert_same_reports(reports, others, atol=1e-4):
+    """Of the same tokens by two engines: the same ids and ranks, and nearly the same values; None where none is."""
+    assert (reports is None) == (others is None)
+    for report, other in zip(reports or (), others or (), strict=True):
+        assert (report and report.keys()) == (other and other.keys())
+        for token_id, (logprob, rank) in (report or {}).items():
+            assert math.isclose(logprob, other[token_id].logprob, abs_tol=atol) and rank == other[token_id].rank
+
+
 def mixed_requests():
     """Requests with and without log-probabilities, some with a shared prefix, with every change of logits."""
     prompts = random_prompts(14, low=1, high=90, seed=6)
