@@ -5,14 +5,16 @@ import shlex
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
-
-ENGINE = ["--enforce-eager", "--block-size", "16", "--num-kv-blocks", "65", "--max-model-len", "256"]
-SHORT = ["--max-tokens", "6"]
+from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 
 def words(line):
     """The arguments that a shell makes of a line."""
     return shlex.split(line)
+
+
+ENGINE = words("--enforce-eager --block-size 16 --num-kv-blocks 65 --max-model-len 256")
+SHORT = words("--max-tokens 6")
 
 
 def command_parsers():
@@ -32,6 +34,14 @@ def records(out):
     return [json.loads(line) for line in out.splitlines()]
 
 
+def encoded(text):
+    return tiny_tokenizer()(text)["input_ids"]
+
+
+def decoded(token_ids):
+    return tiny_tokenizer().decode(token_ids, skip_special_tokens=True)
+
+
 def generated(folder, prompt, **params):
     """Return the token ids of the same request through `LLM`."""
     options = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
@@ -40,11 +50,21 @@ def generated(folder, prompt, **params):
         return llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0].outputs[0].token_ids
 
 
+def save_with_template(folder, chat_template):
+    """Save the tiny model with another chat template, or without one; returns the folder as text."""
+    save_tiny(folder, with_tokenizer=False)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def assert_refused(result, *named):
+    """Check a command's result: status 2, and an error without a traceback; named: parts of it, " & " between them."""
     status, out, err = result
     assert status == 2
     assert out == ""
     assert "Traceback" not in err
     assert "error:" in err
-    for part in named:
+    for part in " & ".join(named).split(" & "):
         assert part in err

@@ -1,7 +1,5 @@
 """A hub on this machine, as the library reads it, and a cache that has its models."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -98,11 +96,16 @@ def cached(folder, cache, name="own/tiny"):
     return cache
 
 
+def nanovllm(*arguments, cache, endpoint):
+    """The command with this hub and this cache, run to its end."""
+    own = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "nanovllm.cli", *arguments], env=os.environ | own, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
 def generate_once(model, cache, endpoint, *flags):
     """The command that fetches a model of a hub into a cache and generates one token, run to its end."""
-    variables = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    arguments = ["generate", "one", "--raw", "--max-tokens", "1", "--enforce-eager", "--max-model-len", "64"]
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm.cli", *arguments, "--model", model, *flags],
-        env=os.environ | variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    line = f"generate one --raw --max-tokens 1 --enforce-eager --max-model-len 64 --model {model}"
+    return nanovllm(*line.split(), *flags, cache=cache, endpoint=endpoint)

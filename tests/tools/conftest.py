@@ -1,4 +1,4 @@
-"""Fixtures of the command line: a folder with a tiny model, and commands run on it."""
+"""Fixtures of the command line: a folder with a tiny model, and commands run on it or without it."""
 
 import io
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from nanovllm.cli.main import main
-from tests.support.command_line import ENGINE, words
+from tests.support.command_line import ENGINE, records, words
 from tests.support.tiny_models import save_tiny
 
 
@@ -16,25 +16,47 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def run(folder, capsys, monkeypatch):
-    """Run the command line on the tiny model; returns exit status, standard output and standard error.
+def command(capsys):
+    """Run the command line in this process; returns exit status, standard output and standard error."""
 
-    Standard input as bytes is read as in the locale C.UTF-8, in which bytes that are not UTF-8 are no error.
-    """
-
-    def run(line, *arguments, stdin="", model=None):
-        command, *flags = words(line)
-        is_text = isinstance(stdin, str)
-        given = io.StringIO(stdin) if is_text else io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape")
-        monkeypatch.setattr(sys, "stdin", given)
+    def command(line, *arguments):
         try:
-            status = main([command, "--model", model or str(folder), *ENGINE, *flags, *arguments])
+            status = main([*words(line), *arguments])
         except SystemExit as exit_:  # raised by argparse
             status = exit_.code
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
+    return command
+
+
+@pytest.fixture
+def run(folder, command, monkeypatch):
+    """Run a command on the tiny model, with the flags of a tiny engine.
+
+    Standard input as bytes is read as in the locale C.UTF-8, in which bytes that are not UTF-8 are no error.
+    """
+
+    def run(line, *arguments, stdin="", model=None):
+        name, *flags = words(line)
+        is_text = isinstance(stdin, str)
+        given = io.StringIO(stdin) if is_text else io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape")
+        monkeypatch.setattr(sys, "stdin", given)
+        return command(name, "--model", model or str(folder), *ENGINE, *flags, *arguments)
+
     return run
+
+
+@pytest.fixture
+def answers(run):
+    """Run `generate --json` with short answers; returns its records."""
+
+    def answers(line, *arguments, **options):
+        status, out, err = run(f"generate --json --max-tokens 6 {line}", *arguments, **options)
+        assert status == 0, err
+        return records(out)
+
+    return answers
 
 
 @pytest.fixture

@@ -2,13 +2,20 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 
 from nanovllm import LLM
 from nanovllm.cli.conversation import TURNS
-from tests.support.command_line import SHORT, assert_refused, generated
+from tests.support.command_line import assert_refused, decoded, encoded, generated, save_with_template
 from tests.support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def chat(run):
+    """The command with short answers; takes more flags and standard input."""
+    return partial(run, "chat --max-tokens 6")
 
 
 @pytest.fixture
@@ -27,96 +34,68 @@ def seen(monkeypatch):
 
 def answer_to(folder, prompt="<|user|>hello<|end|><|assistant|>", **params):
     """The line that is printed for the answer that Python gives."""
-    token_ids = generated(folder, tiny_tokenizer()(prompt)["input_ids"], **params)
-    return tiny_tokenizer().decode(token_ids, skip_special_tokens=True) + "\n"
+    return decoded(generated(folder, encoded(prompt), **params)) + "\n"
 
 
 def roles(conversation):
     return [message["role"] for message in conversation]
 
 
-def test_chat_keeps_the_conversation_and_its_own_answers(run, seen):
-    run("chat", *SHORT, stdin="hello\nand again\n")
+def test_chat_keeps_the_conversation_and_its_own_answers(chat, seen):
+    chat(stdin="hello\nand again\n")
     assert [roles(c) for c in seen] == [["user"], ["user", "assistant", "user"]]
     assert [seen[1][0]["content"], seen[1][2]["content"]] == ["hello", "and again"]
 
 
-def test_chat_begins_with_the_system_prompt(run, seen):
-    run("chat --system", "be brief", *SHORT, stdin="hello\n")
-    assert seen[0][0] == {"role": "system", "content": "be brief"}
-
-
-def test_reset_forgets_the_conversation_but_not_the_system_prompt(run, seen):
-    run("chat --system", "be brief", *SHORT, stdin="hello\n/reset\nagain\n")
+def test_reset_forgets_the_conversation_but_not_the_system_prompt(chat, seen):
+    chat("--system", "be brief", stdin="hello\n/reset\nagain\n")
     assert [roles(c) for c in seen] == [["system", "user"], ["system", "user"]]
     assert seen[1][1]["content"] == "again"
 
 
-def test_exit_leaves_and_what_follows_is_not_answered(run, seen):
-    status, _, _ = run("chat", *SHORT, stdin="hello\n/exit\nnever\n")
-    assert status == 0
-    assert len(seen) == 1
+def test_empty_lines_and_what_follows_exit_are_not_asked(chat, seen):
+    status, _, _ = chat(stdin="\n   \nhello\n\n/exit\nnever\n")
+    assert status == 0 and len(seen) == 1
 
 
-def test_empty_lines_are_not_asked(run, seen):
-    run("chat", *SHORT, stdin="\n   \nhello\n\n")
-    assert len(seen) == 1
-
-
-def test_chat_prints_the_answer_that_python_gives(run, folder):
-    assert run("chat", *SHORT, stdin="hello\n")[:2] == (0, answer_to(folder))
-
-
-def test_an_interrupt_ends_an_answer_and_keeps_the_conversation(run, monkeypatch, seen):
+def test_an_interrupt_ends_an_answer_and_keeps_the_conversation(chat, monkeypatch, seen):
     stream = LLM.stream
-    interrupts = iter([True, False])
 
     def interrupted(self, *arguments, **options):
-        whole = stream(self, *arguments, **options)
-        interrupt = next(interrupts)
-        for output in whole:
+        for output in stream(self, *arguments, **options):
             yield output
-            if interrupt:
+            if len(seen) == 1:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "stream", interrupted)
-    status, _, _ = run("chat", *SHORT, stdin="hello\nagain\n")
+    status, _, _ = chat(stdin="hello\nagain\n")
     assert status == 0
     assert [roles(c) for c in seen] == [["user"], ["user", "assistant", "user"]]
 
 
 def test_chat_with_a_model_without_a_chat_template_is_refused(run, tmp_path):
-    folder = save_tiny(tmp_path / "plain", with_tokenizer=False)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(folder)
-    assert_refused(run("chat", stdin="hello\n", model=str(folder)), "chat template")
+    plain = save_with_template(tmp_path, None)
+    assert_refused(run("chat", stdin="hello\n", model=plain), "chat template")
 
 
 def test_a_conversation_that_outgrows_the_model_is_refused_with_the_numbers(run):
-    status, _, err = run("chat", *SHORT, stdin="hello " * 400 + "\n")
-    assert status == 2
-    assert "max_model_len (256)" in err
-    assert "Traceback" not in err
+    assert_refused(run("chat", stdin="hello " * 400 + "\n"), "max_model_len (256)")
 
 
 def test_token_ids_do_not_go_into_a_chat_template(run):
-    assert_refused(run("generate --chat --format jsonl", stdin="[5, 6, 7]\n"), "--chat", "[5, 6, 7]")
+    assert_refused(run("generate --chat --format jsonl", stdin="[5, 6, 7]\n"), "--chat & [5, 6, 7]")
 
 
 def test_what_the_chat_template_refuses_is_said_in_one_line(run, tmp_path):
-    folder = save_tiny(tmp_path / "strict", with_tokenizer=False)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    tokenizer.save_pretrained(folder)
-    assert_refused(run("generate --chat hello", model=str(folder)), "chat template", "roles must alternate")
+    strict = save_with_template(tmp_path, "{{ raise_exception('roles must alternate') }}")
+    assert_refused(run("generate --chat hello", model=strict), "chat template & roles must alternate")
 
 
 def test_continue_goes_on_as_if_the_answer_had_not_been_cut(run, tmp_path):
     whole, cut = tmp_path / "whole.json", tmp_path / "cut.json"
     _, expected, _ = run("chat --max-tokens 40", stdin=f"hello\n/save {whole}\n")
-    lines = ["/set max_tokens 7", "hello", "/set max_tokens 33", "/continue", f"/save {cut}"]
-    status, out, _ = run("chat", stdin="\n".join(lines) + "\n")
+    lines = f"/set max_tokens 7\nhello\n/set max_tokens 33\n/continue\n/save {cut}\n"
+    status, out, _ = run("chat", stdin=lines)
     assert status == 0 and cut.read_text() == whole.read_text()
     assert "".join(out.splitlines()[:2]) == expected.splitlines()[0]
 
@@ -130,23 +109,23 @@ def test_an_answer_goes_on_to_the_end_of_the_context_without_a_limit(run, folder
 
 @pytest.mark.parametrize(
     "lines, named",
-    [
-        ("/continue\n", "no answer to go on with"),
-        ("hello\n/reset\n/continue\n", "no answer to go on with"),
-        ("/copy\n", "no answer to copy"),
-        ("hello\n/copy\n", "/copy sets the clipboard of a terminal"),
-        ("/model /nowhere/model\n", "there is no folder /nowhere/model"),
-        ("/set stop e\n/set max_tokens -\nhello\n/continue\n", "ended by itself"),
-    ],
+    {
+        "/continue\n": "no answer to go on with",
+        "hello\n/reset\n/continue\n": "no answer to go on with",
+        "/copy\n": "no answer to copy",
+        "hello\n/copy\n": "/copy sets the clipboard of a terminal",
+        "/model /nowhere/model\n": "there is no folder /nowhere/model",
+        "/set stop e\n/set max_tokens -\nhello\n/continue\n": "ended by itself",
+    }.items(),
 )
-def test_a_command_of_a_chat_that_cannot_be_done_says_why(run, lines, named):
-    status, _, err = run("chat", *SHORT, stdin=lines)
+def test_a_command_of_a_chat_that_cannot_be_done_says_why(chat, lines, named):
+    status, _, err = chat(stdin=lines)
     assert status == 2 and named in err
 
 
-def test_a_conversation_goes_on_with_another_model(run, monkeypatch, tmp_path, seen):
+def test_a_conversation_goes_on_with_another_model(chat, tmp_path, seen):
     other = save_tiny(tmp_path / "other", seed=5)
-    status, out, _ = run("chat", *SHORT, stdin=f"/model\nhello\n/model {other}\nagain\n/model\n/show\n")
+    status, out, _ = chat(stdin=f"/model\nhello\n/model {other}\nagain\n/model\n/show\n")
     assert status == 0 and len(seen[1]) == 3
     lines = out.splitlines()
     assert lines[0].endswith("tiny") and str(other) in lines
@@ -155,38 +134,37 @@ def test_a_conversation_goes_on_with_another_model(run, monkeypatch, tmp_path, s
     assert shown["options"] == "max_tokens 6" and shown["context"].endswith("of 256 tokens")
 
 
-def test_the_context_that_is_shown_is_that_of_the_conversation(run):
-    out = run("chat", *SHORT, stdin="hello\n/show\n/reset\n/show\n")[1]
+def test_the_context_that_is_shown_is_that_of_the_conversation(chat):
+    out = chat(stdin="hello\n/show\n/reset\n/show\n")[1]
     first, second = (line.removeprefix("context").strip() for line in out.splitlines() if line.startswith("context"))
     assert re.fullmatch(r"\d+ of 256 tokens", first) and second == "256 tokens"
 
 
-def test_a_chat_goes_on_with_the_last_conversation(run, monkeypatch, tmp_path, seen):
+def test_a_chat_goes_on_with_the_last_conversation(chat, monkeypatch, tmp_path, seen):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    assert_refused(run("chat --resume"), "no conversation to resume", "last_conversation.json")
+    assert_refused(chat("--resume"), "no conversation to resume & last_conversation.json")
     messages = [{"role": "system", "content": "be brief"}, *({"role": role, "content": "one"} for role in TURNS)]
     (tmp_path / "last_conversation.json").write_text(json.dumps({"messages": messages}))
-    run("chat", *SHORT, "--resume", stdin="two\n")
-    run("chat", *SHORT, "--resume", "--system", "be long", stdin="two\n")
+    chat("--resume", stdin="two\n")
+    chat("--resume", "--system", "be long", stdin="two\n")
     assert [roles(conversation) for conversation in seen] == [["system", "user", "assistant", "user"]] * 2
     assert [conversation[0]["content"] for conversation in seen] == ["be brief", "be long"]
 
 
-def test_a_template_of_a_file_takes_the_place_of_the_tokenizers(run, folder, tmp_path):
+def test_a_template_of_a_file_takes_the_place_of_the_tokenizers(chat, folder, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}say {{ message['content'] }}{% endfor %}")
-    _, out, _ = run("chat", *SHORT, "--chat-template", str(template), stdin="hello\n")
-    assert out == answer_to(folder, "say hello")
+    from_file = f"--chat-template={template}"
+    assert chat(from_file, stdin="hello\n")[:2] == (0, answer_to(folder, "say hello"))
     template.write_bytes(b"\xff")
-    assert_refused(run(f"chat --chat-template {template}"), "chat_template", "is not UTF-8 text")
-    assert_refused(run("chat --chat-template /nowhere"), "chat_template is '/nowhere', which cannot be read")
+    assert_refused(chat(from_file), "chat_template & is not UTF-8 text")
+    assert_refused(chat("--chat-template=/nowhere"), "chat_template is '/nowhere', which cannot be read")
 
 
-@pytest.mark.parametrize("command", ["chat", "generate"])
-def test_a_model_without_a_head_is_refused_before_the_first_question(run, tmp_path, command):
+@pytest.mark.parametrize("line", ["chat", "generate hello"])
+def test_a_model_without_a_head_is_refused_before_the_first_question(run, tmp_path, line):
     tiny_model(num_layers=1).base_model.save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    result = run(command, *(["hello"] if command == "generate" else []), stdin="hello\n", model=str(tmp_path))
-    assert_refused(
-        result, f"{tmp_path} has no language model head, so it generates nothing. It embeds: nanovllm serve."
-    )
+    result = run(line, stdin="hello\n", model=str(tmp_path))
+    said = f"{tmp_path} has no language model head, so it generates nothing. It embeds: nanovllm serve."
+    assert_refused(result, said)

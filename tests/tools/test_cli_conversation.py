@@ -17,7 +17,8 @@ from prompt_toolkit.output import DummyOutput
 from nanovllm import SamplingParams
 from nanovllm.cli.conversation import ChatEnded, Conversation
 from nanovllm.cli.terminal import Terminal, echo
-from tests.support.command_line import ENGINE, SHORT, assert_refused, words
+from tests.support.command_line import ENGINE, assert_refused, words
+from tests.support.refusals import invalid
 
 DOWN, UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[B", "\x1b[A", "\x1b\r", "\x03", "\x04"
 
@@ -37,16 +38,16 @@ def talk(shown):
 
 @pytest.mark.parametrize(
     "line, question",
-    [
-        ("hello", "hello"),
-        ("", None),
-        ("   ", None),
-        (" /help is a word", "/help is a word"),
-        ("/usr/bin/env is a path", "/usr/bin/env is a path"),
-        ('"""one\ntwo"""', "one\ntwo"),
-        ('"""\none\n"""', "one"),
-        ('""""""', None),
-    ],
+    {
+        "hello": "hello",
+        "": None,
+        "   ": None,
+        " /help is a word": "/help is a word",
+        "/usr/bin/env is a path": "/usr/bin/env is a path",
+        '"""one\ntwo"""': "one\ntwo",
+        '"""\none\n"""': "one",
+        '""""""': None,
+    }.items(),
 )
 def test_what_is_no_command_is_a_message(talk, line, question):
     assert talk.read(line) == question
@@ -82,25 +83,25 @@ def test_set_changes_shows_and_restores_options(talk, shown):
 
 @pytest.mark.parametrize(
     "line, named",
-    [
-        ("/set temprature 1", "did you mean temperature?"),
-        ("/set temperature", "needs a value"),
-        ("/set temperature hot", "it must be a number"),
-        ("/set temperature -1", "temperature is -1.0"),
-        ("/set max_tokens 1.5", "not a whole number"),
-        ("/set ignore_eos maybe", "it must be one of"),
-        ("/set n 3", "not an option of a conversation"),
-        ("/sytem be brief", "there is no command /sytem; did you mean /system? /help lists them"),
-        ("/lead talk.json", "there is no command /lead; did you mean /load? /help lists them"),
-        ("/zzz", "there is no command /zzz. /help lists them"),
-        ("/load", "needs a file"),
-        ("/retry", "no message"),
-        ("/save", "needs a file"),
-    ],
+    {
+        "/set temprature 1": "did you mean temperature?",
+        "/set temperature": "needs a value",
+        "/set temperature hot": "it must be a number",
+        "/set temperature -1": "temperature is -1.0",
+        "/set max_tokens 1.5": "not a whole number",
+        "/set ignore_eos maybe": "it must be one of",
+        "/set n 3": "not an option of a conversation",
+        "/sytem be brief": "there is no command /sytem; did you mean /system? /help lists them",
+        "/lead talk.json": "there is no command /lead; did you mean /load? /help lists them",
+        "/zzz": "there is no command /zzz. /help lists them",
+        "/load": "needs a file",
+        "/retry": "no message",
+        "/save": "needs a file",
+    }.items(),
 )
 def test_a_command_that_cannot_be_done_changes_nothing(talk, line, named):
     before = dict(talk.sampling)
-    with pytest.raises(ValueError, match=re.escape(named)):
+    with invalid(re.escape(named)):
         talk.read(line)
     assert talk.sampling == before
 
@@ -116,18 +117,19 @@ def test_retry_takes_the_last_answer_back(talk):
 
 
 def test_save_writes_the_conversation_and_load_goes_on_with_it(talk, shown, tmp_path):
+    path = tmp_path / "talk.json"
     talk.record("größe", "answer")
-    talk.read(f"/save {tmp_path / 'talk.json'}")
-    assert json.loads((tmp_path / "talk.json").read_text()) == {"messages": talk.with_question("")[:-1]}
+    talk.read(f"/save {path}")
+    assert json.loads(path.read_text()) == {"messages": talk.with_question("")[:-1]}
     assert "3 messages" in shown[0]
     other = Conversation(None, {}, show=shown.append)
     other.record("forgotten", "too")
-    other.read(f"/load {tmp_path / 'talk.json'}")
+    other.read(f"/load {path}")
     assert other.with_question("next") == talk.with_question("next")
     assert "2 messages are loaded" in shown[-1]
-    for line in (f"/save {tmp_path / 'nowhere' / 'talk.json'}", f"/load {tmp_path / 'nowhere.json'}"):
+    for command in ("/save", "/load"):
         with pytest.raises(OSError, match="nowhere"):
-            talk.read(line)
+            talk.read(f"{command} {tmp_path}/nowhere/talk.json")
 
 
 def test_retry_asks_a_message_again_that_has_no_answer(talk):
@@ -142,28 +144,29 @@ def test_retry_asks_a_message_again_that_has_no_answer(talk):
 
 @pytest.mark.parametrize(
     "text, named",
-    [
-        ("not JSON", "holds no conversation"),
-        ("[]", "holds no conversation"),
-        ('{"messages": [{"role": "user"}]}', "holds no conversation"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "messages of user; a conversation is texts"),
-        ('{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}', "of user, tool; a"),
-        ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 3}]}', "is texts of user"),
-    ],
+    {
+        "not JSON": "holds no conversation",
+        "[]": "holds no conversation",
+        '{"messages": [{"role": "user"}]}': "holds no conversation",
+        '{"messages": [{"role": "user", "content": "a"}]}': "messages of user; a conversation is texts",
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}': "of user, tool; a",
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 3}]}': "is texts of user",
+    }.items(),
 )
 def test_a_file_of_another_form_is_refused_and_nothing_is_lost(talk, tmp_path, text, named):
     talk.record("one", "first")
     before = talk.with_question("")
-    (tmp_path / "talk.json").write_text(text)
-    with pytest.raises(ValueError, match=re.escape(named)):
-        talk.read(f"/load {tmp_path / 'talk.json'}")
+    path = tmp_path / "talk.json"
+    path.write_text(text)
+    with invalid(re.escape(named)):
+        talk.read(f"/load {path}")
     assert talk.with_question("") == before
 
 
 def test_save_asks_before_it_overwrites(talk, shown, tmp_path):
     path = tmp_path / "talk.json"
     path.write_text("mine")
-    with pytest.raises(ValueError, match=r"talk.json exists, and /save overwrites no file from a pipe"):
+    with invalid(r"talk.json exists, and /save overwrites no file from a pipe"):
         talk.read(f"/save {path}")
     asked = []
     for answer in (False, True):
@@ -180,13 +183,13 @@ def test_exit_leaves(talk, line):
 
 
 def test_commands_work_from_a_pipe_too(run, tmp_path):
-    lines = '/set max_tokens 2\n"""hello\nand again"""\n/retry\n/save ' + str(tmp_path / "talk.json") + "\n"
-    status, out, _ = run("chat", *SHORT, stdin=lines)
-    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    path = tmp_path / "talk.json"
+    lines = f'/set max_tokens 2\n"""hello\nand again"""\n/retry\n/save {path}\n'
+    status, out, _ = run("chat", stdin=lines)
+    question, answer = json.loads(path.read_text())["messages"]
     assert status == 0
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert messages[0]["content"] == "hello\nand again"
-    assert out.splitlines()[:2] == [messages[1]["content"]] * 2
+    assert question == {"role": "user", "content": "hello\nand again"}
+    assert answer["role"] == "assistant" and out.splitlines()[:2] == [answer["content"]] * 2
     assert run("chat", stdin="/nonsense\n")[0] == 2
     assert_refused(run("chat", stdin='"""never closed\n'), "ends within")
 
@@ -194,38 +197,43 @@ def test_commands_work_from_a_pipe_too(run, tmp_path):
 # ------------------------------------------------------------------------------------------------------------- terminal
 
 
-@contextmanager
-def typed(keys, monkeypatch, cache):
-    monkeypatch.setenv("NANOVLLM_CACHE", str(cache))
-    with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
-        keyboard.send_text(keys)
-        yield Terminal(lambda: None, keeps_history=True), keyboard
+@pytest.fixture
+def typed(monkeypatch, tmp_path):
+    """A terminal at which keys were pressed, and its keyboard."""
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+
+    @contextmanager
+    def typed(keys):
+        with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+            keyboard.send_text(keys)
+            yield Terminal(lambda: None, keeps_history=True), keyboard
+
+    return typed
 
 
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        (f"hello{ALT_ENTER}world\r", "hello\nworld"),
-        ('"""one\rtwo"""\r', '"""one\ntwo"""'),
-        ("\x1b[200~one\ntwo\n\x1b[201~three\r", "one\ntwo\nthree"),
-    ],
-    ids=["alt and enter", "quotes", "pasted"],
-)
-def test_enter_sends_unless_with_alt_within_quotes_or_pasted(monkeypatch, tmp_path, keys, message):
-    with typed(keys, monkeypatch, tmp_path) as (terminal, _):
+KEYS = {
+    "alt and enter": (f"hello{ALT_ENTER}world\r", "hello\nworld"),
+    "quotes": ('"""one\rtwo"""\r', '"""one\ntwo"""'),
+    "pasted": ("\x1b[200~one\ntwo\n\x1b[201~three\r", "one\ntwo\nthree"),
+}
+
+
+@pytest.mark.parametrize("keys, message", KEYS.values(), ids=KEYS)
+def test_enter_sends_unless_with_alt_within_quotes_or_pasted(typed, keys, message):
+    with typed(keys) as (terminal, _):
         assert terminal.read() == message
 
 
-def test_history_outlives_the_conversation_and_is_private(monkeypatch, tmp_path):
-    with typed("first\r", monkeypatch, tmp_path) as (terminal, _):
+def test_history_outlives_the_conversation_and_is_private(typed, tmp_path):
+    with typed("first\r") as (terminal, _):
         assert terminal.read() == "first"
     assert (tmp_path / "chat_history").stat().st_mode & 0o777 == 0o600
-    with typed(f"{UP}!\r", monkeypatch, tmp_path) as (terminal, _):
+    with typed(f"{UP}!\r") as (terminal, _):
         assert terminal.read() == "first!"
 
 
-def test_control_c_clears_the_line_and_control_d_leaves(monkeypatch, tmp_path):
-    with typed(f"hello{CTRL_C}world\r{CTRL_C}", monkeypatch, tmp_path) as (terminal, keyboard):
+def test_control_c_clears_the_line_and_control_d_leaves(typed):
+    with typed(f"hello{CTRL_C}world\r{CTRL_C}") as (terminal, keyboard):
         assert terminal.read() == "world"
         with pytest.raises(KeyboardInterrupt):
             terminal.read()
@@ -234,8 +242,8 @@ def test_control_c_clears_the_line_and_control_d_leaves(monkeypatch, tmp_path):
             terminal.read()
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_prompt(monkeypatch, tmp_path):
-    with typed("", monkeypatch, tmp_path) as (terminal, _):
+def test_a_model_that_cannot_be_loaded_ends_the_prompt(typed):
+    with typed("") as (terminal, _):
         terminal.leave(OSError("no such model"))
         with pytest.raises(OSError, match="no such model"):
             terminal.read()
@@ -256,8 +264,8 @@ def chat(chats, folder, tmp_path_factory):
         return chats[-1]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "NANOVLLM_CACHE": str(tmp_path_factory.mktemp("cache"))}
     environ |= {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}  # it would wait for the terminal's answer
-    arguments = ["-m", "nanovllm.cli", "chat", str(folder), *ENGINE, "--max-tokens", "200", "--ignore-eos"]
-    child = pexpect.spawn(sys.executable, arguments, env=environ, encoding="utf-8", timeout=120)
+    arguments = words(f"-m nanovllm.cli chat {folder} --max-tokens 200 --ignore-eos")
+    child = pexpect.spawn(sys.executable, [*arguments, *ENGINE], env=environ, encoding="utf-8", timeout=120)
     child.logfile_read = io.StringIO()
     chats.append(child)
     return child
@@ -312,14 +320,14 @@ def test_keys_are_not_shown_while_an_answer_is_drawn(monkeypatch):
 
 @pytest.mark.full
 def test_at_a_terminal_errors_do_not_end_the_conversation(chat):
-    for line, shown in (
-        ("/sytem", "did you mean /system"),
-        ("hello " * 300, "max_model_len"),
-        ("/set max_tokens 2\r/reset\rand now", "cut at 2 tokens"),
-        ("/copy", r"\x1b\]52;c;[\w+/=]+\x07"),
-        ("/show", "context +[0-9]+ of 256 tokens"),
-        ("/exit", pexpect.EOF),
-    ):
+    for line, shown in {
+        "/sytem": "did you mean /system",
+        "hello " * 300: "max_model_len",
+        "/set max_tokens 2\r/reset\rand now": "cut at 2 tokens",
+        "/copy": r"\x1b\]52;c;[\w+/=]+\x07",
+        "/show": "context +[0-9]+ of 256 tokens",
+        "/exit": pexpect.EOF,
+    }.items():
         type_in(chat, *line.split("\r"))
         chat.expect(shown)
     chat.close()

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from nanovllm.cli.main import main
 from nanovllm.models.default_model import default_folder
-from tests.support.command_line import words
+from tests.support.command_line import assert_refused, records
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -41,64 +40,59 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
-def listed(capsys):
-    assert main(["models", "--json"]) == 0
-    return {found["name"]: found for found in map(json.loads, capsys.readouterr().out.splitlines())}
+@pytest.fixture
+def listed(hub, command):
+    """The models that the command lists, by their names."""
+    return lambda: {found["name"]: found for found in records(command("models --json")[1])}
 
 
-def test_quantised_models_are_listed_with_their_format(hub, capsys):
+def test_quantised_models_are_listed_with_their_format(hub, listed):
     for name, settings in (("gptq", {"quant_method": "gptq", "bits": 4}), ("quark", {"quant_method": "quark"})):
         snapshot = save_tiny(cache_model(hub, f"own/{name}"))
         config = json.loads((snapshot / "config.json").read_text())
         (snapshot / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    found = listed(capsys)
+    found = listed()
     assert found["own/gptq"]["state"] == "ready: gptq, 4 bits"
     assert found["own/quark"]["state"] == "in a format that is not read: quark"
 
 
-def test_what_the_cache_holds_is_listed_with_its_state(hub, capsys):
-    found = listed(capsys)
+def test_what_the_cache_holds_is_listed_with_its_state(listed):
+    found = listed()
     files = [name for name in found if name.endswith(".gguf")]
     assert [Path(name).name for name in files] == ["model.Q4_0.gguf", "model.Q8_0.gguf"]
     assert list(found) == ["smollm2-135m-instruct", *files, "own/partial", "own/tiny"]
     assert "GGUF, which is not read: is truncated or damaged" in found[files[0]]["state"]
-    of_file = found[files[1]]
-    assert (of_file["state"], of_file["architecture"], of_file["context"]) == ("ready", "LlamaForCausalLM", 2048)
     assert "93 MB" in found["smollm2-135m-instruct"]["state"]
-    assert found["own/tiny"]["state"] == "ready"
-    assert (found["own/tiny"]["architecture"], found["own/tiny"]["context"]) == ("LlamaForCausalLM", 2048)
-    assert found["own/tiny"]["size"] > 100_000
+    for name in (files[1], "own/tiny"):
+        assert found[name]["state"] == "ready" and found[name]["size"] > 100_000
+        assert found[name]["architecture"] == "LlamaForCausalLM" and found[name]["context"] == 2048
     assert "model.safetensors is missing" in found["own/partial"]["state"]
 
 
-def test_a_split_file_is_as_large_as_its_parts(hub, capsys):
+def test_a_split_file_is_as_large_as_its_parts(hub, listed):
     folder = next(hub.glob("models--own--packed/snapshots/*"))
     first, second = (folder / f"model-0000{number}-of-00002.gguf" for number in (1, 2))
     first.write_bytes((folder / "model.Q8_0.gguf").read_bytes())
     second.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(10_000))
-    of_file = listed(capsys)[str(first)]
-    assert (of_file["state"], of_file["size"]) == ("ready", first.stat().st_size + second.stat().st_size)
+    of_file = listed()[str(first)]
+    assert of_file["state"] == "ready" and of_file["size"] == first.stat().st_size + second.stat().st_size
 
 
-def test_the_default_is_ready_once_it_is_there(hub, capsys):
+def test_the_default_is_ready_once_it_is_there(listed):
     save_tiny(default_folder())
-    assert listed(capsys)["smollm2-135m-instruct"]["state"] == "ready, the default"
+    assert listed()["smollm2-135m-instruct"]["state"] == "ready, the default"
 
 
-def test_the_table_says_what_else_may_be_named(hub, capsys, monkeypatch):
-    assert main(["models"]) == 0
-    out = capsys.readouterr().out
-    assert "own/tiny" in out and "2,048" in out and "-m ORG/NAME" in out
+def test_the_table_says_what_else_may_be_named(hub, command, monkeypatch):
+    status, out, _ = command("models")
+    assert status == 0 and "own/tiny" in out and "2,048" in out and "-m ORG/NAME" in out
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main(["models"]) == 0
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().out
+    assert "HF_HUB_OFFLINE is set" in command("models")[1]
 
 
-def test_a_model_that_is_nowhere_is_refused_with_the_nearest_name(hub, capsys, monkeypatch):
+def test_a_model_that_is_nowhere_is_refused_with_the_nearest_name(hub, command, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sys.stdin", None)
-    assert main(words("generate -m own/tinny hello")) == 2
-    err = capsys.readouterr().err
-    assert "Did you mean own/tiny" in err and "HF_HUB_OFFLINE" in err and "nanovllm models" in err
-    assert main(["generate", "-m", "not a name!", "hello"]) == 2
-    assert "no id of the hub" in capsys.readouterr().err
+    result = command("generate hello -m own/tinny")
+    assert_refused(result, "Did you mean own/tiny & HF_HUB_OFFLINE & nanovllm models")
+    assert_refused(command("generate hello -m 'not a name!'"), "no id of the hub")

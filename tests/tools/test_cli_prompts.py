@@ -13,18 +13,20 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.cli import prompt_files
-from nanovllm.cli.main import main
 from nanovllm.cli.prompt_files import read_requests
-from tests.support.command_line import ENGINE, SHORT, assert_refused, generated, records, words
-from tests.support.tiny_models import save_tiny, tiny_tokenizer
+from tests.support.command_line import (
+    ENGINE,
+    SHORT,
+    assert_refused,
+    encoded,
+    generated,
+    records,
+    save_with_template,
+    words,
+)
+from tests.support.tiny_models import save_tiny
 
-JSON = ["--raw", "--json", *SHORT]
 FRAMED = "<|user|>hello<|end|><|assistant|>"
-
-
-def prompts_of(result):
-    assert result[0] == 0, result[2]
-    return [record["prompt"] for record in records(result[1])]
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
@@ -43,14 +45,14 @@ def prompts_of(result):
         ("one", "\n", ["one"]),
     ],
 )
-def test_standard_input_is_a_prompt_or_its_lines_are_or_goes_behind_the_arguments(run, arguments, stdin, prompts):
-    assert prompts_of(run(f"generate {arguments}", *JSON, stdin=stdin)) == prompts
+def test_standard_input_is_a_prompt_or_its_lines_are_or_goes_behind_the_arguments(answers, arguments, stdin, prompts):
+    assert [record["prompt"] for record in answers(f"--raw {arguments}", stdin=stdin)] == prompts
 
 
-def test_a_closed_standard_input_adds_nothing(run, monkeypatch, folder, capsys):
+def test_a_closed_standard_input_adds_nothing(monkeypatch, folder, command):
     monkeypatch.setattr(sys, "stdin", None)
-    assert main(["generate", "--model", str(folder), *ENGINE, "one", *JSON]) == 0
-    assert prompts_of((0, capsys.readouterr().out, "")) == ["one"]
+    status, out, _ = command(f"generate one --raw --json --model {folder}", *ENGINE, *SHORT)
+    assert status == 0 and [record["prompt"] for record in records(out)] == ["one"]
 
 
 def test_a_standard_input_that_nobody_closes_is_told_of(monkeypatch, capsys):
@@ -72,13 +74,13 @@ def test_a_standard_input_that_nobody_closes_is_told_of(monkeypatch, capsys):
 
 def test_bytes_that_are_no_text_are_named(run, tmp_path):
     (tmp_path / "prompts.txt").write_bytes(b"one\n\xff\n")
-    assert_refused(run(f"generate --file {tmp_path / 'prompts.txt'}"), "prompts.txt is not UTF-8", "position 4")
+    assert_refused(run(f"generate --file {tmp_path / 'prompts.txt'}"), "prompts.txt is not UTF-8 & position 4")
 
 
 @pytest.mark.parametrize("arguments", ["generate", "generate Summarise:", "generate --file -"])
 def test_standard_input_that_is_not_utf8_is_refused_with_byte_position_and_remedy(run, arguments):
-    result = run(*words(arguments), stdin=b"one\r\ncaf\xe9 au lait\n")
-    assert_refused(result, "standard input is not UTF-8 text", "byte 0xe9 at position 8, in line 2", "iconv")
+    result = run(arguments, stdin=b"one\r\ncaf\xe9 au lait\n")
+    assert_refused(result, "standard input is not UTF-8 text & byte 0xe9 at position 8, in line 2 & iconv")
 
 
 def test_a_line_of_a_chat_that_is_not_utf8_is_refused_by_its_number(run):
@@ -88,39 +90,38 @@ def test_a_line_of_a_chat_that_is_not_utf8_is_refused_by_its_number(run):
 
 
 def test_an_argument_that_is_not_utf8_is_refused_with_its_byte(run):
-    assert_refused(run("generate", "caf\udce9"), "as character 3", "the byte 0xe9 of a text that is not UTF-8", "iconv")
+    assert_refused(run("generate", "caf\udce9"), "as character 3 & the byte 0xe9 of a text that is not UTF-8 & iconv")
 
 
-def test_the_template_frames_texts_of_any_source_and_no_token_ids(run, folder):
+def test_the_template_frames_texts_of_any_source_and_no_token_ids(answers, folder):
     lines = '"hello"\n{"prompt": "hello"}\n[5, 6, 7]\n{"messages": [{"role": "user", "content": "hello"}]}\n'
-    found = records(run("generate --format jsonl --json", *SHORT, stdin=lines)[1])
-    framed = tiny_tokenizer()(FRAMED)["input_ids"]
+    found = answers("--format jsonl", stdin=lines)
+    framed = encoded(FRAMED)
     assert [record["num_prompt_tokens"] for record in found] == [len(framed), len(framed), 3, len(framed)]
     assert found[0]["token_ids"] == generated(folder, framed)
 
 
-def test_a_system_prompt_is_a_message_before_the_text(run):
-    (found,) = records(run("generate hello --system", "be brief", "--json", *SHORT)[1])
-    assert found["num_prompt_tokens"] == len(tiny_tokenizer()(f"<|system|>be brief<|end|>{FRAMED}")["input_ids"])
+def test_a_system_prompt_is_a_message_before_the_text(answers):
+    (found,) = answers("hello --system 'be brief'")
+    assert found["num_prompt_tokens"] == len(encoded(f"<|system|>be brief<|end|>{FRAMED}"))
 
 
-def test_without_a_chat_template_a_text_is_completed(run, tmp_path):
-    folder = save_tiny(tmp_path / "plain", with_tokenizer=False)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(folder)
-    (found,) = records(run("generate hello --json", *SHORT, model=str(folder))[1])
-    assert found["token_ids"] == generated(folder, "hello")
-    for flag in (["--chat"], ["--system", "be brief"]):
-        assert_refused(run("generate hello", *flag, model=str(folder)), "chat template")
+def test_without_a_chat_template_a_text_is_completed(run, answers, tmp_path):
+    plain = save_with_template(tmp_path, None)
+    (found,) = answers("hello", model=plain)
+    assert found["token_ids"] == generated(plain, "hello")
+    for flag in ("--chat", "--system 'be brief'"):
+        assert_refused(run(f"generate hello {flag}", model=plain), "chat template")
 
 
-def test_ids_are_carried_through(run):
+def test_ids_are_carried_through(run, answers):
     lines = '{"prompt": "one", "custom_id": "a"}\n{"prompt": "two", "id": 7}\n{"prompt": "three"}\n'
-    found = records(run("generate --format jsonl", *JSON, stdin=lines)[1])
-    assert [(r.get("custom_id"), r.get("id"), r["request_id"]) for r in found] == [
-        ("a", None, "0"), (None, 7, "1"), (None, None, "2"),
-    ]  # fmt: skip
+    found = answers("--raw --format jsonl", stdin=lines)
+    assert [f"{r.get('custom_id')} {r.get('id')} {r['request_id']}" for r in found] == [
+        "a None 0",
+        "None 7 1",
+        "None None 2",
+    ]
     lines += json.dumps("a prompt\n\nof lines " + 40 * "and words ") + "\n"
     _, out, _ = run("generate --format jsonl --raw", *SHORT, stdin=lines)
     *headings, long = [line for line in out.splitlines() if line.startswith("---")]
@@ -128,12 +129,12 @@ def test_ids_are_carried_through(run):
     assert long.startswith("--- a prompt of lines and words") and len(long) <= 104
 
 
-def test_options_of_the_model_are_the_defaults_and_flags_come_first(run, folder, tmp_path):
+def test_options_of_the_model_are_the_defaults_and_flags_come_first(answers, folder, tmp_path):
     own = save_tiny(tmp_path / "own")
     (own / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 5}')
     none = "--generation-config none"
     found = [
-        records(run(f"generate hello --seed 3 {flags}", *JSON, model=str(own))[1])[0]["token_ids"]
+        answers(f"--raw hello --seed 3 {flags}", model=str(own))[0]["token_ids"]
         for flags in ("", "--temperature 0", none, f"{none} --n 1", f"{none} --top-k 5")
     ]
     assert found[0] == generated(folder, "hello", temperature=0.7, top_k=5, seed=3) != found[1]
@@ -142,16 +143,16 @@ def test_options_of_the_model_are_the_defaults_and_flags_come_first(run, folder,
 
 
 @pytest.mark.parametrize("config", ['{"temperature": 1.0}', '{"do_sample": true}'])
-def test_a_model_that_asks_for_a_temperature_of_one_is_sampled(run, folder, tmp_path, config):
+def test_a_model_that_asks_for_a_temperature_of_one_is_sampled(answers, folder, tmp_path, config):
     own = save_tiny(tmp_path / "own")
     (own / "generation_config.json").write_text(config)
-    (found,) = records(run("generate hello --seed 3", *JSON, model=str(own))[1])
+    (found,) = answers("--raw hello --seed 3", model=str(own))
     assert found["token_ids"] == generated(folder, "hello", temperature=1.0, seed=3) != generated(folder, "hello")
 
 
 @pytest.mark.parametrize("line", ["[5, 6, 7]", '{"messages": [{"role": "user", "content": "hello"}]}'])
 def test_a_system_prompt_for_what_takes_none_is_refused(run, line):
-    assert_refused(run("generate --system", "be brief", "--format", "jsonl", stdin=line), "--system", "request 1")
+    assert_refused(run("generate --system a --format jsonl", stdin=line), "--system & request 1")
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
@@ -204,11 +205,8 @@ def test_one_prompt_is_streamed(run, monkeypatch):
             yield output
             printed.append(sys.stdout.getvalue())
 
-    def no_batch(*_, **__):
-        pytest.fail("it was not streamed")
-
     monkeypatch.setattr(LLM, "stream", noted)
-    monkeypatch.setattr(LLM, "as_completed", no_batch)
+    monkeypatch.setattr(LLM, "as_completed", lambda *_, **__: pytest.fail("it was not streamed"))
     with redirect_stdout(StringIO()) as out:
         assert run("generate hello --raw", *SHORT)[0] == 0
     assert len(printed) == 6 and len(set(printed)) >= 4

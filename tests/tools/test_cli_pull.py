@@ -1,18 +1,13 @@
 """`nanovllm pull` and `rm`, and GGUF files of a repository by their quantisation, from a hub on this machine."""
 
-import json
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from nanovllm.cli.main import main
 from nanovllm.errors import ModelLoadError
 from nanovllm.models import hub_files
-from tests.support.command_line import words
-from tests.support.hubs import COMMIT, cached, serving
+from tests.support.command_line import assert_refused, words
+from tests.support.hubs import COMMIT, cached, nanovllm, serving
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
 
@@ -29,14 +24,6 @@ def models(tmp_path_factory):
         (root / "packed" / "parts" / f"model-BF16-0000{number}-of-00002.gguf").write_bytes(b"GGUF")
     (root / "packed" / "mmproj-F16.gguf").write_bytes(b"GGUF")
     return {"own/tiny": root / "tiny", "own/packed": root / "packed"}
-
-
-def nanovllm(*arguments, cache, endpoint):
-    own = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm.cli", *arguments], env=os.environ | own, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -89,13 +76,13 @@ def test_hf_runs_a_file_of_a_repository_and_then_without_a_hub(models, tmp_path,
 @pytest.mark.costly
 @pytest.mark.parametrize(
     "arguments, named",
-    [
-        ("pull own/nothing", "there is none of this name"),
-        ("pull own/tiny --revision v9", "no revision 'v9'"),
-        ("pull own/packed", "name one, own/packed:BF16, of BF16, Q4_K_M, Q8_0"),
-        ("pull own/packed:Q2_K", "own/packed has no GGUF file of Q2_K; it has BF16, Q4_K_M, Q8_0"),
-        ("pull own/tiny:Q8_0", "own/tiny has no GGUF files. Name it without a quantisation"),
-    ],
+    {
+        "pull own/nothing": "there is none of this name",
+        "pull own/tiny --revision v9": "no revision 'v9'",
+        "pull own/packed": "name one, own/packed:BF16, of BF16, Q4_K_M, Q8_0",
+        "pull own/packed:Q2_K": "own/packed has no GGUF file of Q2_K; it has BF16, Q4_K_M, Q8_0",
+        "pull own/tiny:Q8_0": "own/tiny has no GGUF files. Name it without a quantisation",
+    }.items(),
 )
 def test_what_a_hub_has_not_is_refused_by_name(models, tmp_path, arguments, named):
     with serving(models) as hub:
@@ -114,19 +101,17 @@ def test_without_a_hub_what_is_cached_stays_and_the_rest_is_refused(models, tmp_
     assert done.returncode == 2 and "has no model 'own/tinny'. Did you mean own/tiny?" in done.stderr
 
 
-def test_paths_are_no_models_of_the_hub(tmp_path, capsys):
-    for command in ("pull", "rm"):
-        assert main([command, str(tmp_path)]) == 2
-        assert f"{tmp_path} is a path" in capsys.readouterr().err
+def test_paths_are_no_models_of_the_hub(tmp_path, command):
+    for name in ("pull", "rm"):
+        assert_refused(command(f"{name} {tmp_path}"), f"{tmp_path} is a path")
 
 
-def test_the_embedded_model_is_removed_too(tmp_path, capsys, monkeypatch):
+def test_the_embedded_model_is_removed_too(tmp_path, command, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    folder = tmp_path / "smollm2-135m-instruct-v1"
-    save_tiny(folder)
-    assert main(["rm", "smollm2-135m-instruct"]) == 0
-    assert not folder.exists() and "is removed" in capsys.readouterr().out
-    assert main(["rm", "smollm2-135m-instruct"]) == 2
+    folder = save_tiny(tmp_path / "smollm2-135m-instruct-v1")
+    status, out, _ = command("rm smollm2-135m-instruct")
+    assert status == 0 and "is removed" in out and not folder.exists()
+    assert command("rm smollm2-135m-instruct")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -153,9 +138,3 @@ def test_the_file_of_a_quantisation(quant, names, chosen):
 def test_a_choice_that_is_none_is_refused(quant, names, named):
     with pytest.raises(ModelLoadError, match=named):
         hub_files.choose_gguf("own/model", quant, names)
-
-
-def test_models_as_json_are_a_line_each(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    assert main(["models", "--json"]) == 0
-    assert all("name" in json.loads(line) for line in capsys.readouterr().out.splitlines())

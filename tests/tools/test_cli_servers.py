@@ -10,10 +10,9 @@ from dataclasses import asdict
 import psutil
 import pytest
 
-from nanovllm.cli.main import main
 from nanovllm.cli.servers import RunningServer, registered, running_servers, runtime_folder
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.command_line import words
+from tests.support.command_line import assert_refused, records
 
 # A process that runs until SIGTERM, or, stubborn, until SIGKILL.
 PROGRAM = """
@@ -51,88 +50,81 @@ def start(runtime):
         process.wait()
 
 
-def listed(capsys):
-    assert main(["ps", "--json"]) == 0
-    return [json.loads(line)["pid"] for line in capsys.readouterr().out.splitlines()]
+@pytest.fixture
+def listed(command):
+    """The processes that the command lists."""
+    return lambda: [server["pid"] for server in records(command("ps --json")[1])]
 
 
-def test_a_server_is_listed_while_it_runs(runtime, capsys):
+def test_a_server_is_listed_while_it_runs(runtime, command, listed):
     with registered("org/tiny", ServerSettings(port=9), []):
-        assert listed(capsys) == [os.getpid()]
+        assert listed() == [os.getpid()]
         assert runtime.stat().st_mode & 0o777 == 0o700
-        assert main(["ps"]) == 0
-        heading, row = capsys.readouterr().out.splitlines()
+        heading, row = command("ps")[1].splitlines()
         assert heading.split() == ["PID", "MODEL", "ADDRESS", "RUNS", "FOR", "MEMORY"]
         assert row.split()[:3] == [str(os.getpid()), "org/tiny", "http://127.0.0.1:9"]
-    assert listed(capsys) == []
+    assert listed() == []
 
 
-def test_serve_is_listed_from_before_its_model_is_loaded(monkeypatch, answering_hub):
+def test_serve_is_listed_from_before_its_model_is_loaded(monkeypatch, answering_hub, command):
     seen = []
-
-    def serve(*_):
-        seen.extend(running_servers())
-        return 0
-
-    monkeypatch.setattr("nanovllm.serving.server.app.serve", serve)
-    assert main(words("serve own/tiny --port 0")) == 0
-    ((pid, model, address),) = ((server.pid, server.model, server.address) for server in seen)
-    assert (pid, model) == (os.getpid(), "own/tiny") and not address.endswith(":0")
+    monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *_: seen.extend(running_servers()) or 0)
+    assert command("serve own/tiny --port 0")[0] == 0
+    (server,) = seen
+    assert server.pid == os.getpid() and server.model == "own/tiny" and not server.address.endswith(":0")
     assert running_servers() == []
 
 
-def test_files_of_ended_processes_and_of_later_ones_with_their_number_are_removed(runtime, start, capsys):
+def test_files_of_ended_processes_and_of_later_ones_with_their_number_are_removed(runtime, start, listed):
     server = start()
     other = {"pid": os.getpid(), "started": 1.0, "model": "m", "address": "http://h:1"}
     (runtime / f"{os.getpid()}.json").write_text(json.dumps(other))
     (runtime / "torn.json").write_text('{"pid":')
-    assert listed(capsys) == [server.pid]
+    assert listed() == [server.pid]
     os.kill(server.pid, signal.SIGKILL)
     psutil.wait_procs([psutil.Process(server.pid)], timeout=0)
     while server.process() is not None:
         pass
-    assert listed(capsys) == [] and [path.name for path in runtime.iterdir()] == ["torn.json"]
+    assert listed() == [] and [path.name for path in runtime.iterdir()] == ["torn.json"]
 
 
-@pytest.mark.parametrize("name", ["{pid}", "8001", "org/tiny", "tiny", "named", None])
-def test_stop_ends_the_server_that_is_named_and_waits(start, capsys, name):
+@pytest.mark.parametrize("name", ["{pid}", "8001", "org/tiny", "tiny", "named", ""])
+def test_stop_ends_the_server_that_is_named_and_waits(start, command, name):
     server = start(port=8001)
     other = start("org/other", 8002) if name and name != "named" else None
-    assert main(["stop", *([] if name is None else [name.format(pid=server.pid)])]) == 0
-    assert f"{server.pid} (org/tiny at http://h:8001) has stopped" in capsys.readouterr().out
+    status, out, _ = command(f"stop {name.format(pid=server.pid)}")
+    assert status == 0 and f"{server.pid} (org/tiny at http://h:8001) has stopped" in out
     assert server.process() is None and (other is None or other.process() is not None)
 
 
-def test_stop_ends_all_of_them(start, capsys):
+def test_stop_ends_all_of_them(start, command):
     servers = [start(), start()]
-    assert main(["stop", "--all"]) == 0
+    assert command("stop --all")[0] == 0
     assert [server.process() for server in servers] == [None, None]
 
 
-def test_stop_refuses_what_is_none_or_several(start, capsys):
-    assert main(["stop"]) == 2
-    assert "no server of this user runs" in capsys.readouterr().err
+def test_stop_refuses_what_is_none_or_several(start, command):
+    assert_refused(command("stop"), "no server of this user runs")
     start(), start()
-    for arguments, named in (
-        ([], "2 servers are meant"),
-        (["tiny"], "2 servers are meant"),
-        (["8999"], "no server of this user is 8999"),
-        (["tiny", "--all"], "Give one of the two"),
-    ):
-        assert main(["stop", *arguments]) == 2
-        assert named in capsys.readouterr().err
+    for arguments, named in {
+        "": "2 servers are meant",
+        "tiny": "2 servers are meant",
+        "8999": "no server of this user is 8999",
+        "tiny --all": "Give one of the two",
+    }.items():
+        assert_refused(command(f"stop {arguments}"), named)
 
 
-def test_a_server_that_does_not_end_in_time_is_named(start, capsys):
+def test_a_server_that_does_not_end_in_time_is_named(start, command):
     server = start(kind="stubborn")
-    assert main(words("stop --timeout 0.2")) == 2
-    assert f"{server.pid} (org/tiny at http://h:8000) still runs after 0.2 s" in capsys.readouterr().err
+    named = f"{server.pid} (org/tiny at http://h:8000) still runs after 0.2 s"
+    assert_refused(command("stop --timeout 0.2"), named)
 
 
-def test_a_folder_that_others_may_write_is_refused(runtime, capsys):
+def test_a_folder_that_others_may_write_is_refused(runtime, command):
     runtime.mkdir(mode=0o777)
     runtime.chmod(0o777)
-    assert main(["ps"]) == 2
-    assert "may not open" in capsys.readouterr().err or "closed to others" in capsys.readouterr().err
+    status, _, err = command("ps")
+    assert status == 2 and ("may not open" in err or "closed to others" in err)
     with registered("m", ServerSettings(), []):  # a server runs unlisted
         assert list(runtime.iterdir()) == []

@@ -2,22 +2,19 @@
 
 import pytest
 
-import nanovllm.serving.server.app
-from nanovllm.cli import serve as command
-from nanovllm.cli.main import main
+from nanovllm.cli import serve
 from nanovllm.cli.units import whole_number
-from tests.support.command_line import words
-from tests.support.tiny_models import save_tiny
+from tests.support.command_line import assert_refused
 
 
 @pytest.mark.parametrize(
     "text, number",
-    [
-        ("512", 512), ("-1", -1), ("65_536", 65536), ("4k", 4000), ("4K", 4096), ("4Ki", 4096), ("1.5k", 1500),
-        ("512MiB", 512 * 2**20), ("512 MiB", 512 * 2**20), ("2GB", 2 * 10**9), ("2GiB", 2**31), ("8B", 8),
-        ("1kB", 1000),
-        ("1m", 10**6), ("1M", 2**20), ("1t", 10**12),
-    ],
+    {
+        "512": 512, "-1": -1, "65_536": 65536, "4k": 4000, "4K": 4096, "4Ki": 4096, "1.5k": 1500,
+        "512MiB": 512 * 2**20, "512 MiB": 512 * 2**20, "2GB": 2 * 10**9, "2GiB": 2**31, "8B": 8,
+        "1kB": 1000,
+        "1m": 10**6, "1M": 2**20, "1t": 10**12,
+    }.items(),
 )  # fmt: skip
 def test_a_unit_multiplies(text, number):
     assert whole_number(text) == number
@@ -29,28 +26,30 @@ def test_what_is_no_whole_number_is_refused(text):
         whole_number(text)
 
 
-def test_flags_and_the_configuration_file_take_them(monkeypatch, tmp_path):
+@pytest.fixture
+def seen(monkeypatch):
+    """Arguments of each call of the server."""
     seen = []
-    monkeypatch.setattr(nanovllm.serving.server.app, "serve", lambda *given: seen.append(given) or 0)
+    monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *given: seen.append(given) or 0)
+    return seen
+
+
+def test_flags_and_the_configuration_file_take_them(monkeypatch, tmp_path, command, seen):
     file = tmp_path / "serve.toml"
     file.write_text('kv-cache-memory-bytes = "64MiB"\nmax_queue = 7\nmax_body_bytes = "1MB"\n')
-    monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
-    assert main(words(f"serve --config {file} --max-model-len 4k")) == 0
+    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
+    assert command(f"serve --config {file} --max-model-len 4k")[0] == 0
     ((model, _, settings, engine, _),) = seen
     assert engine == {"kv_cache_memory_bytes": 64 * 2**20, "max_queue": 7, "max_model_len": 4000, "itl_goal": "auto"}
     assert settings.max_body_bytes == 10**6
     assert model == "smollm2-135m-instruct"
     file.write_text('kv-cache-memory-bytes = "64 lots"\n')
-    assert main(words(f"serve --config {file}")) == 2
+    assert command(f"serve --config {file}")[0] == 2
 
 
-def test_a_model_is_named_by_an_argument_or_a_flag(monkeypatch, tmp_path, capsys):
-    folder, seen = str(save_tiny(tmp_path / "tiny")), []
-    monkeypatch.setattr(nanovllm.serving.server.app, "serve", lambda *given: seen.append(given[0]) or 0)
-    for arguments in ([folder], ["-m", folder], ["--model", folder], [folder, "-m", folder]):
-        assert main(["serve", *arguments]) == 0
-    assert seen == [folder] * 4
-    assert main(words(f"serve {folder} -m /elsewhere")) == 2
-    assert "give one of them" in capsys.readouterr().err
-    assert main(["serve", "/nowhere"]) == 2
-    assert "no folder /nowhere" in capsys.readouterr().err
+def test_a_model_is_named_by_an_argument_or_a_flag(folder, command, seen):
+    for model in (folder, f"-m {folder}", f"--model {folder}", f"{folder} -m {folder}"):
+        assert command(f"serve {model}")[0] == 0
+    assert [given[0] for given in seen] == [str(folder)] * 4
+    assert_refused(command(f"serve {folder} -m /elsewhere"), "give one of them")
+    assert_refused(command("serve /nowhere"), "no folder /nowhere")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, UnsupportedModelError
+from nanovllm import LLM
 from nanovllm.cli.early_checks import check_output
-from nanovllm.cli.main import main
 from nanovllm.models import loader
 from nanovllm.models.gguf import loading
-from tests.support.command_line import words
+from tests.support.command_line import assert_refused, words
+from tests.support.refusals import invalid
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 
@@ -36,31 +36,28 @@ def held():
 
 @pytest.mark.parametrize(
     "arguments, named",
-    [
-        ("serve --port HELD", "HELD & --port"),
-        ("serve --host no.such.host.invalid", "no.such.host.invalid & does not resolve"),
-        ("serve --record /no/such/folder/record.jsonl", "/no/such/folder/record.jsonl"),
-        ("serve --kv-events tcp://*:HELD", "kv_events & HELD"),
-        ("serve --max-model-len 4096", "max_model_len is 4096 & at most 2048"),
-        ("serve --tensor-parallel-size 4", "tensor_parallel_size is 4 & 6 attention heads & 1, 2, 6"),
-        (
-            "serve --max-num-seqs 64 --max-num-batched-tokens 64",
-            "max_num_batched_tokens is 64 & at least 80",
-        ),
-        ("serve --tokenizer /no/such/tokenizer", "tokenizer & /no/such/tokenizer"),
-        ("serve --exact-activations", "exact_activations is True & are not quantised & quantization='int8'"),
-        ("generate one --max-model-len 4096", "at most 2048"),
-        ("generate one --trace /no/such/folder/trace.json", "/no/such/folder/trace.json"),
-        ("chat --max-model-len 4096", "at most 2048"),
-        ("run-batch -i BATCH -o /no/such/folder/out", "--output-file & /no/such/folder"),
-        ("run-batch -i BATCH -o out.jsonl --max-model-len 4096", "at most 2048"),
-        ("bench --workload chat --json /no/such/folder/x.json", "--json & /no/such/folder"),
-        ("bench --workload chat --record /no/such/folder/x.json", "--record & /no/such/folder"),
-        ("bench --workload chat --engines nanovllm:max_model_len=4096", "at most 2048"),
-        ("tune --workload chat --output /dev/null/folder", "--output & /dev/null is a file"),
-        ("tune --workload chat --max-model-len 4096", "at most 2048"),
-        ("calibrate --output x.json --max-model-len 4096", "at most 2048"),
-    ],
+    {
+        "serve --port HELD": "HELD & --port",
+        "serve --host no.such.host.invalid": "no.such.host.invalid & does not resolve",
+        "serve --record /no/such/folder/record.jsonl": "/no/such/folder/record.jsonl",
+        "serve --kv-events tcp://*:HELD": "kv_events & HELD",
+        "serve --max-model-len 4096": "max_model_len is 4096 & at most 2048",
+        "serve --tensor-parallel-size 4": "tensor_parallel_size is 4 & 6 attention heads & 1, 2, 6",
+        "serve --max-num-seqs 64 --max-num-batched-tokens 64": "max_num_batched_tokens is 64 & at least 80",
+        "serve --tokenizer /no/such/tokenizer": "tokenizer & /no/such/tokenizer",
+        "serve --exact-activations": "exact_activations is True & are not quantised & quantization='int8'",
+        "generate one --max-model-len 4096": "at most 2048",
+        "generate one --trace /no/such/folder/trace.json": "/no/such/folder/trace.json",
+        "chat --max-model-len 4096": "at most 2048",
+        "run-batch -i BATCH -o /no/such/folder/out": "--output-file & /no/such/folder",
+        "run-batch -i BATCH -o out.jsonl --max-model-len 4096": "at most 2048",
+        "bench --workload chat --json /no/such/folder/x.json": "--json & /no/such/folder",
+        "bench --workload chat --record /no/such/folder/x.json": "--record & /no/such/folder",
+        "bench --workload chat --engines nanovllm:max_model_len=4096": "at most 2048",
+        "tune --workload chat --output /dev/null/folder": "--output & /dev/null is a file",
+        "tune --workload chat --max-model-len 4096": "at most 2048",
+        "calibrate --output x.json --max-model-len 4096": "at most 2048",
+    }.items(),
 )
 def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imported(
     folder, held, tmp_path, arguments, named
@@ -71,10 +68,8 @@ def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imp
     def filled(text):
         return text.replace("HELD", str(held)).replace("BATCH", str(batch))
 
-    command = [sys.executable, "-c", PROGRAM, *words(filled(arguments)), "--model", str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, stdin=subprocess.DEVNULL
-    )
+    line = [sys.executable, "-c", PROGRAM, *words(filled(arguments)), "--model", str(folder)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.stdout == "2 False\n", done.stderr
     assert [part for part in filled(named).split(" & ") if part not in done.stderr] == []
     assert [path.name for path in tmp_path.iterdir()] == ["batch.jsonl"]
@@ -99,7 +94,7 @@ def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imp
 def test_an_llm_refuses_options_beyond_the_model_before_weights_are_read(folder, monkeypatch, options, named):
     monkeypatch.setattr(loader, "load_weights", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr("nanovllm.serving.replicas.fleet.Fleet.launch", lambda *_: pytest.fail("a process was started"))
-    with pytest.raises(ValueError, match=named):
+    with invalid(named):
         LLM(folder, **options)
 
 
@@ -107,9 +102,9 @@ def test_exact_activations_are_refused_for_a_gpu_that_is_found_and_for_a_module(
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("weights were read"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(head_dim=64))
-    with pytest.raises(ValueError, match=r"the device is 'cuda', so no weights are multiplied as bytes\. Leave it out"):
+    with invalid(r"the device is 'cuda', so no weights are multiplied as bytes\. Leave it out"):
         LLM(str(path), exact_activations=True)
-    with pytest.raises(ValueError, match=r"the model is a loaded module, .* save it \(save_pretrained\)"):
+    with invalid(r"the model is a loaded module, .* save it \(save_pretrained\)"):
         LLM(tiny_model(), exact_activations=True)
 
 
@@ -121,21 +116,15 @@ def test_limits_of_a_configs_class_count_too_where_the_file_leaves_them_out(fold
     monkeypatch.setattr(
         "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("weights were read")
     )
-    with pytest.raises(ValueError, match="at most 2048"):  # that of LlamaConfig
+    with invalid("at most 2048"):  # that of LlamaConfig
         LLM(tmp_path, max_model_len=4096)
 
 
-def test_the_header_of_a_gguf_file_has_the_limits(tmp_path, monkeypatch, capsys):
+def test_the_header_of_a_gguf_file_has_the_limits(tmp_path, monkeypatch, run):
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(head_dim=64))
     monkeypatch.setattr("nanovllm.llm.LLM.__init__", lambda *_, **__: pytest.fail("the model was loaded"))
-    monkeypatch.setattr("sys.stdin", None)
-    assert main(words(f"generate one --model {path} --max-model-len 100000")) == 2
-    assert "max_model_len is 100000, but the model has positions for" in capsys.readouterr().err
-
-
-def test_heads_that_ranks_do_not_divide_are_told_with_the_sizes_that_do(folder):
-    with pytest.raises(UnsupportedModelError, match="can be at most one of 1, 2, 6"):
-        LLM(folder, tensor_parallel_size=5, device="cpu")
+    result = run("generate one --max-model-len 100000", model=str(path))
+    assert_refused(result, "max_model_len is 100000, but the model has positions for")
 
 
 def test_a_file_that_can_be_written_is_neither_changed_nor_left_behind(tmp_path):
@@ -147,13 +136,12 @@ def test_a_file_that_can_be_written_is_neither_changed_nor_left_behind(tmp_path)
 
 
 def test_a_folder_in_place_of_an_output_file_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"--json is .* Is a directory"):
+    with invalid(r"--json is .* Is a directory"):
         check_output("--json", str(tmp_path))
 
 
-def test_a_trace_of_an_earlier_run_outlives_a_misspelt_model(tmp_path, monkeypatch, capsys):
+def test_a_trace_of_an_earlier_run_outlives_a_misspelt_model(tmp_path, run):
     trace = tmp_path / "trace.json"
     trace.write_text("[]")
-    monkeypatch.setattr("sys.stdin", None)
-    assert main(words(f"generate one --model {tmp_path / 'nowhere'} --trace {trace}")) == 2
+    assert_refused(run(f"generate one --trace {trace}", model="/nowhere"), "/nowhere")
     assert trace.read_text() == "[]"

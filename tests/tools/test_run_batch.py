@@ -11,8 +11,8 @@ from openai.types.chat import ChatCompletion
 from nanovllm import AsyncLLM
 from nanovllm.engine import Engine
 from nanovllm.serving.server.openai.completions import CompletionJob
-from tests.support.command_line import assert_refused, generated
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.command_line import assert_refused, decoded, encoded, generated
+from tests.support.tiny_models import tiny_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
@@ -68,15 +68,11 @@ def test_each_line_is_answered_as_its_endpoint_answers(batch, folder):
         assert answer["id"].startswith("batch_req_") and answer["error"] is None
         assert answer["response"]["status_code"] == 200 and answer["response"]["request_id"]
     bodies = {name: answer["response"]["body"] for name, answer in found.items()}
-    framed = tiny_tokenizer()("<|user|>hello<|end|><|assistant|>")["input_ids"]
-    text = tiny_tokenizer().decode(generated(folder, framed), skip_special_tokens=True)
+    text = decoded(generated(folder, encoded("<|user|>hello<|end|><|assistant|>")))
     assert ChatCompletion.model_validate(bodies["chat"]).choices[0].message.content == text
-    text = tiny_tokenizer().decode(generated(folder, "hello"), skip_special_tokens=True)
-    assert bodies["text"]["choices"][0]["text"] == text
-    assert (
-        len(CreateEmbeddingResponse.model_validate(bodies["embedding"]).data[0].embedding)
-        == tiny_model().config.hidden_size
-    )
+    assert bodies["text"]["choices"][0]["text"] == decoded(generated(folder, "hello"))
+    (embedded,) = CreateEmbeddingResponse.model_validate(bodies["embedding"]).data
+    assert len(embedded.embedding) == tiny_model().config.hidden_size
 
 
 def test_a_line_that_fails_has_its_error_and_the_others_their_answers(batch):
@@ -123,7 +119,8 @@ def test_lines_that_fail_go_to_a_file_of_their_own(batch, tmp_path):
 @pytest.mark.parametrize("how", ["Ctrl-C", "dead engine"])
 def test_after_an_interruption_resume_answers_what_is_left(batch, tmp_path, monkeypatch, how):
     lines = [line(str(number), prompt="hello", max_tokens=4 if number < 4 else 100) for number in range(1, 9)]
-    target, step = tmp_path / "out.jsonl", Engine.step
+    target = tmp_path / "out.jsonl"
+    step = Engine.step
 
     def interrupted(self):
         if target.exists() and target.read_bytes().count(b"\n") >= 3:
@@ -145,40 +142,39 @@ def test_after_an_interruption_resume_answers_what_is_left(batch, tmp_path, monk
     assert "5 lines answered" in err
     monkeypatch.setattr(AsyncLLM, "__init__", lambda *_, **__: pytest.fail("the model was loaded"))
     (status, _, err), _ = batch(lines, "--resume")
-    assert status == 0
-    assert "all 8 lines have a response" in err
+    assert status == 0 and "all 8 lines have a response" in err
 
 
-@pytest.mark.parametrize(
-    "lines, named",
-    [
-        ([GOOD[0], "{not json"], "line 2 & not JSON"),
-        ([GOOD[0], "[" * 100_000], "line 2 & nested deeper than"),
-        ([GOOD[0], "[]"], "line 2 & custom_id, method, url, body"),
-        ([GOOD[0], GOOD[0]], "line 2 & 'chat' as in line 1"),
-        ([f'{{"custom_id": "a", "method": "POST", "url": "{CHAT}"}}'], "line 1 & 'body' is missing"),
-        ([line("", prompt="a")], "custom_id"),
-        ([line("a", method="GET")], "'GET' & 'POST'"),
-        ([line("a", url="/v1/images")], f"/v1/images & {CHAT}"),
-        ([line("a") | {"body": []}], "body must be an object"),
-        ([], "no request"),
-    ],
-)
+NO_BATCHES = {
+    "line 2 & not JSON": [GOOD[0], "{not json"],
+    "line 2 & nested deeper than": [GOOD[0], "[" * 100_000],
+    "line 2 & custom_id, method, url, body": [GOOD[0], "[]"],
+    "line 2 & 'chat' as in line 1": [GOOD[0], GOOD[0]],
+    "line 1 & 'body' is missing": ['{"custom_id": "a", "method": "POST", "url": "/v1/completions"}'],
+    "custom_id": [line("", prompt="a")],
+    "'GET' & 'POST'": [line("a", method="GET")],
+    f"/v1/images & {CHAT}": [line("a", url="/v1/images")],
+    "body must be an object": [line("a") | {"body": []}],
+    "no request": [],
+}
+
+
+@pytest.mark.parametrize("named, lines", NO_BATCHES.items(), ids=NO_BATCHES)
 def test_a_file_that_is_no_batch_is_refused_before_the_model_is_loaded(batch, nothing_is_loaded, lines, named):
-    assert_refused(batch(lines)[0], *named.split(" & "))
+    assert_refused(batch(lines)[0], named)
 
 
 def test_files_are_checked_before_the_model_is_loaded(batch, run, nothing_is_loaded, tmp_path):
-    flags = ["-i", "/no/such/file", "-o", str(tmp_path / "out.jsonl")]
-    assert_refused(run("run-batch", *flags), "no folder for the file", "/no/such")
-    assert_refused(batch(GOOD, name="nowhere/out.jsonl")[0], "--output-file", "does not exist")
-    (tmp_path / "notes.txt").write_text("notes\n")
+    assert_refused(run(f"run-batch -i /no/such/file -o {tmp_path}/out.jsonl"), "no folder for the file & /no/such")
+    assert_refused(batch(GOOD, name="nowhere/out.jsonl")[0], "--output-file & does not exist")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("notes\n")
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(GOOD[0]))
-    flags = ["-i", str(source), "-o", str(tmp_path / "notes.txt")]
-    assert_refused(run("run-batch", *flags), "notes.txt exists", "--resume")
-    assert_refused(run("run-batch", *flags, "--resume"), "not the output of a batch")
-    assert (tmp_path / "notes.txt").read_text() == "notes\n"
+    line = f"run-batch -i {source} -o {notes}"
+    assert_refused(run(line), "notes.txt exists & --resume")
+    assert_refused(run(f"{line} --resume"), "not the output of a batch")
+    assert notes.read_text() == "notes\n"
     before = source.read_text()  # whose last line has no end
     assert_refused(run(f"run-batch -i {source} -o {source} --resume"), "not the output of a batch")
     two = tmp_path / "two.jsonl"
