@@ -1,15 +1,11 @@
-"""The scripts of bench: what runs each of them once at its smallest, and the answer of each to --help.
+"""The scripts of bench: what runs each of them once at its smallest, and the answer of each to --help."""
 
-python -m tests.support.bench_scripts SCRIPT ...      prints a line of JSON a script: its name, exit status and output
-"""
-
-import json
 import os
-import runpy
 import subprocess
 import sys
-import traceback
 from pathlib import Path
+
+from tests.support.forked_processes import programs_are_forked
 
 # The smallest run on a CPU, by a script's path below bench; these seconds are CI's.
 ON_CPU = {
@@ -71,46 +67,14 @@ def run_script(name, *arguments):
 
 def helps():
     """Exit status and output of each script with --help."""
-    command = [sys.executable, "-m", "tests.support.bench_scripts", *sorted(names())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {name: (status, output) for name, status, output in map(json.loads, done.stdout.splitlines())}
-
-
-def _import_what_most_need():
-    import bench.machines.random_models  # noqa: F401
-    import nanovllm.serving.llm
-    import nanovllm.serving.server.app  # noqa: F401
-
-
-def _answer(name):
-    """Of one script, in a fork, which need not import the libraries again."""
-    read, write = os.pipe()
-    if (process := os.fork()) == 0:
-        os.dup2(write, 1)
-        os.dup2(write, 2)
-        status = 1
-        try:
-            sys.argv, sys.path[0] = [f"{name}.py", "--help"], str((BENCH / name).parent)
-            runpy.run_path(str(BENCH / f"{name}.py"), run_name="__main__")
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    os.close(write)
-    with os.fdopen(read, encoding="utf-8") as output:
-        text = output.read()
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text
-
-
-def main():
-    _import_what_most_need()
-    sys.path.insert(0, "")  # the folder of each script
-    for name in sys.argv[1:]:
-        print(json.dumps([name, *_answer(name)]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    answered = {}
+    with programs_are_forked():
+        for name in names():
+            path = BENCH / f"{name}.py"
+            program = (
+                f"import runpy, sys; sys.argv[1:] = ['--help']; sys.path.insert(0, {str(path.parent)!r}); "
+                f"runpy.run_path({str(path)!r}, run_name='__main__')"
+            )
+            done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+            answered[name] = done.returncode, done.stdout + done.stderr
+    return answered

@@ -19,9 +19,10 @@ def setting(budget, num_seqs=16, block_size=64, itl_goal=None):
 
 def run(rate, *, ttft=0.1, itl=0.01, arrivals=None):
     """A run with `rate` tokens/s, and equal latencies in all statistics."""
+    names = "mean", "p50", "p90", "p99"
     return {
-        "rate": arrivals, "output_tokens_per_second": rate, "ttft": dict.fromkeys(("mean", "p50", "p90", "p99"), ttft),
-        "itl": dict.fromkeys(("mean", "p50", "p90", "p99"), itl), "environment": {"torch": "2"}, "config": {"a": 1},
+        "rate": arrivals, "output_tokens_per_second": rate, "ttft": dict.fromkeys(names, ttft),
+        "itl": dict.fromkeys(names, itl), "environment": {"torch": "2"}, "config": {"a": 1},
     }  # fmt: skip
 
 
@@ -55,4 +56,5 @@ def as_played(workload, options):
     """Figures of a simulation, with the rate from the start of the workload as in `bench.replay`."""
     simulation = simulate(workload, CALIBRATION.resolve(EngineConfig(**options)), COST)
     seconds = max(metrics.finished_time for metrics in simulation.requests)
-    return simulation.figures() | {"output_tokens_per_second": workload.num_output_tokens / seconds}
+    rate = workload.num_output_tokens / seconds
+    return simulation.figures() | {"seconds": seconds, "output_tokens_per_second": rate}

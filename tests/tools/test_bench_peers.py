@@ -10,7 +10,7 @@ import pytest
 from nanovllm.tools.bench.engines import load_engine
 from nanovllm.tools.bench.replay import figures, replay
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload, random_requests
-from tests.support.tiny_models import save_tiny
+from tests.support.refusals import invalid
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_llama_cpp_takes_one_request_after_the_other_and_keeps_what_they_share(l
 
 
 def test_llama_cpp_wants_a_file(llama_cpp):
-    with pytest.raises(ValueError, match=r"llama\.cpp:gguf=FILE"):
+    with invalid(r"llama\.cpp:gguf=FILE"):
         load_engine("llama.cpp", "unused", {}, 7)
 
 
@@ -112,11 +112,10 @@ def test_vllm_gives_each_token_the_time_of_the_step_that_brought_it(vllm):
 
 
 @pytest.mark.full
-def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):
-    folder = str(save_tiny(tmp_path / "model"))
+def test_continuous_batching_of_transformers_respects_arrivals(folder):
     requests = [TimedRequest(0.0, [5, 6, 7], 3), TimedRequest(0.0, [8, 9], 2, after=0), TimedRequest(0.3, [3], 2)]
     workload = Workload("test", requests)
-    player = load_engine("transformers-continuous", folder, {"num_blocks": 8, "max_batch_tokens": 64}, 10)
+    player = load_engine("transformers-continuous", str(folder), {"num_blocks": 8, "max_batch_tokens": 64}, 10)
     try:
         player.prepare(workload)
         played = replay(player, workload)
@@ -130,13 +129,13 @@ def test_continuous_batching_of_transformers_respects_arrivals(tmp_path):
 
 
 def test_an_option_that_transformers_generate_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="no option 'batchsize'; there are dtype and batch_size"):
+    with invalid("no option 'batchsize'; there are dtype and batch_size"):
         load_engine("transformers", "unused", {"batchsize": 2}, 10)
 
 
-def test_batches_of_transformers_are_as_large_as_asked(tmp_path):
+def test_batches_of_transformers_are_as_large_as_asked(folder):
     workload = random_requests(requests=5, prompt=(2, 9), output=(1, 4), vocab=512)
-    player = load_engine("transformers", str(save_tiny(tmp_path / "model")), {"batch_size": 2}, 13)
+    player = load_engine("transformers", str(folder), {"batch_size": 2}, 13)
     player.prepare(workload)
     for number, request in enumerate(workload.requests):
         player.add(number, request)

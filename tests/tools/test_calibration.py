@@ -3,13 +3,12 @@
 import json
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from nanovllm import EngineConfig
 from nanovllm.build import build_engine
-from nanovllm.cli.main import main
 from nanovllm.fast.host.memory import take_memory
 from nanovllm.features.costs.buckets import RowSizes
 from nanovllm.features.costs.cost_model import IntakeCost, StepWork
@@ -29,9 +28,10 @@ from nanovllm.tools.simulate.calibrate import (
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.cost_fit import StepSample
 from tests.support import sweeps
-from tests.support.command_line import words
+from tests.support.command_line import assert_refused
 from tests.support.public_options import make_config
-from tests.support.tiny_models import MAX_POSITIONS, save_tiny, tiny_model
+from tests.support.refusals import invalid
+from tests.support.tiny_models import MAX_POSITIONS, tiny_model
 
 COST = replace(sweeps.COST, intake=IntakeCost(2e-4, 1e-6))
 CALIBRATION = replace(
@@ -46,29 +46,21 @@ MODULE = "nanovllm.tools.simulate.calibrate"
 
 @pytest.fixture
 def stored(tmp_path):
-    CALIBRATION.save(tmp_path / "calibration.json")
-    return str(tmp_path / "calibration.json")
+    path = tmp_path / "calibration.json"
+    CALIBRATION.save(path)
+    return path
 
 
-@pytest.fixture
-def run(capsys):
-    def run(line, *arguments):
-        try:
-            status = main([*words(line), *arguments])
-        except SystemExit as exit_:  # raised by argparse
-            status = exit_.code
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+cpu_config = partial(make_config, device="cpu", block_size=16)
 
 
-def refused(result, *named):
-    status, out, err = result
-    assert (status, out) == (2, "")
-    assert "Traceback" not in err
-    for part in named:
-        assert part in err
+def steps_of(group, **options):
+    """Records and work of each step of a tiny engine that runs one group of requests."""
+    with closing(build_engine(tiny_model(), None, None, SMALL | options, clock=CountingClock())) as engine:
+        engine.observers.append(log := _StepLog())
+        _run(engine, (group,), seed=1)
+        records, batches = zip(*log.steps, strict=True)
+        return records, [StepWork.from_batch(batch, engine.config.block_size) for batch in batches]
 
 
 # --------------------------------------------------------------------------------------------------------- on disk
@@ -83,73 +75,73 @@ def test_a_calibration_of_several_ranks_carries_their_number(tmp_path):
     two = Calibration.load(tmp_path / "two.json")
     assert two.resolve(EngineConfig()).tensor_parallel_size == 2
     for calibration, size in ((two, 4), (CALIBRATION, 2)):
-        with pytest.raises(ValueError, match=rf"tensor_parallel_size=\d, and tensor_parallel_size={size} is asked for"):
+        with invalid(rf"tensor_parallel_size=\d, and tensor_parallel_size={size} is asked for"):
             calibration.resolve(EngineConfig(tensor_parallel_size=size))
 
 
 def test_a_calibration_is_of_one_form_of_k_and_v(tmp_path):
     replace(CALIBRATION, kv_cache_dtype="fp8").save(tmp_path / "fp8.json")
     assert Calibration.load(tmp_path / "fp8.json").resolve(EngineConfig()).kv_cache_dtype == "fp8"
-    with pytest.raises(ValueError, match="of kv_cache_dtype='auto', and kv_cache_dtype='fp8' is asked for"):
+    with invalid("of kv_cache_dtype='auto', and kv_cache_dtype='fp8' is asked for"):
         CALIBRATION.resolve(EngineConfig(kv_cache_dtype="fp8"))
 
 
 def test_options_resolve_as_on_the_measured_engine():
     config = CALIBRATION.resolve(EngineConfig())
-    assert (config.dtype, config.device, config.attention_backend) == ("bfloat16", "cpu", "cpp")
-    assert (config.max_model_len, config.block_size, config.num_kv_blocks) == (2048, 64, 100)
-    assert (config.max_num_batched_tokens, config.max_num_seqs, config.overlap) == (1024, 64, False)
+    assert config.dtype == "bfloat16" and config.device == "cpu" and config.attention_backend == "cpp"
+    assert config.max_model_len == 2048 and config.block_size == 64 and config.num_kv_blocks == 100
+    assert config.max_num_batched_tokens == 1024 and config.max_num_seqs == 64 and not config.overlap
 
 
 def test_options_that_were_given_count():
-    config = CALIBRATION.resolve(EngineConfig(block_size=32, max_num_seqs=7, max_model_len=500, overlap=True))
-    assert (config.block_size, config.max_num_seqs, config.max_model_len, config.overlap) == (32, 7, 500, True)
+    given = {"block_size": 32, "max_num_seqs": 7, "max_model_len": 500, "overlap": True}
+    config = CALIBRATION.resolve(EngineConfig(**given))
+    assert {name: getattr(config, name) for name in given} == given
     assert config.num_kv_blocks == 7 * 16 + 1  # 7 sequences of max_model_len; the measured pool would hold 200
 
 
 def test_a_pool_that_is_too_small_is_refused_as_the_engine_refuses_it():
-    with pytest.raises(ValueError, match="max_model_len is 2048"):
+    with invalid("max_model_len is 2048"):
         CALIBRATION.resolve(EngineConfig(num_kv_blocks=10, max_model_len=2048))
 
 
-@pytest.mark.parametrize(
-    "options, named",
-    [
-        ({"dtype": "float32"}, "dtype='float32'"),
-        ({"device": "cuda:0"}, "device='cuda'"),
-        ({"attention_backend": "sdpa"}, "attention_backend='sdpa'"),
-        ({"enforce_eager": True}, "enforce_eager=True"),
-        ({"cuda_graphs": True}, "cuda_graphs=True"),
-    ],
-)
-def test_what_was_not_measured_is_refused(options, named):
-    with pytest.raises(ValueError, match=f"this calibration is of .*{named}"):
-        CALIBRATION.resolve(EngineConfig(**options))
+NOT_MEASURED = {
+    "dtype": "float32",
+    "device": "cuda",
+    "attention_backend": "sdpa",
+    "enforce_eager": True,
+    "cuda_graphs": True,
+}
+
+
+@pytest.mark.parametrize("name", NOT_MEASURED)
+def test_what_was_not_measured_is_refused(name):
+    value = NOT_MEASURED[name]
+    with invalid(f"this calibration is of .*{name}={value!r}"):
+        CALIBRATION.resolve(EngineConfig(**{name: value}))
 
 
 def test_another_model_is_refused_and_the_same_is_not():
-    with pytest.raises(ValueError, match="of model='a-model', and model='b-model'"):
+    with invalid("of model='a-model', and model='b-model'"):
         CALIBRATION.resolve(EngineConfig(), model="b-model")
     assert CALIBRATION.resolve(EngineConfig(), model="a-model") == CALIBRATION.resolve(EngineConfig())
 
 
 @pytest.mark.parametrize(
-    "old, new", [("{", "no JSON"), ('"format": 4', '"format": 3'), ('"knee"', '"knees"'), ('"dtype"', '"type"')]
+    "old, new", {"{": "no JSON", '"format": 4': '"format": 3', '"knee"': '"knees"', '"dtype"': '"type"'}.items()
 )
 def test_a_file_that_is_no_calibration_is_refused(stored, old, new):
-    path = Path(stored)
-    for text in (path.read_text().replace(old, new), "[]", "{}"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="is no calibration"):
-            Calibration.load(path)
+    for text in (stored.read_text().replace(old, new), "[]", "{}"):
+        stored.write_text(text)
+        with invalid("is no calibration"):
+            Calibration.load(stored)
 
 
 # ----------------------------------------------------------------------------------------------------- measurement
 
 
 def test_scenarios_respect_the_limits_of_the_engine():
-    config = make_config(max_model_len=300, max_num_seqs=8, num_kv_blocks=101, device="cpu", block_size=16)
-    plan = scenarios(config)
+    plan = scenarios(cpu_config(max_model_len=300, max_num_seqs=8, num_kv_blocks=101))
     for groups in plan:
         assert sum(group.num_requests for group in groups) <= 8
         assert max(group.num_prompt_tokens + group.num_output_tokens for group in groups) <= 300
@@ -159,17 +151,13 @@ def test_scenarios_respect_the_limits_of_the_engine():
 
 
 def test_scenarios_with_a_shared_beginning_share_it():
-    engine = build_engine(tiny_model(), None, None, SMALL)
-    with closing(engine):
-        engine.observers.append(log := _StepLog())
-        _run(engine, (Group(4, 100, 3, num_shared_tokens=64),), seed=1)
-    works = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
+    _, works = steps_of(Group(4, 100, 3, num_shared_tokens=64))
     steps = [(work.num_decodes, work.num_shared_context_tokens) for work in works]
     assert steps == [(0, 0), (4, 3 * 64), (4, 3 * 64)]
 
 
 def test_shared_beginnings_are_among_the_scenarios():
-    plan = scenarios(make_config(max_model_len=2048, max_num_seqs=16, num_kv_blocks=1001, device="cpu", block_size=16))
+    plan = scenarios(cpu_config(max_model_len=2048, max_num_seqs=16, num_kv_blocks=1001))
     shared = [group for groups in plan for group in groups if group.num_shared_tokens]
     assert {(group.num_requests, group.num_shared_tokens) for group in shared} == {
         (4, 512), (4, 1024), (16, 512)
@@ -195,7 +183,7 @@ class CountingClock:
 @pytest.mark.full
 def test_a_real_engine_is_measured_on_its_clock():
     calibration = calibrate(tiny_model(), repeats=1, clock=CountingClock(), max_num_seqs=4, **SMALL)
-    assert (calibration.model, calibration.dtype, calibration.device) == ("LlamaForCausalLM", "float32", "cpu")
+    assert calibration.model == "LlamaForCausalLM" and calibration.dtype == "float32" and calibration.device == "cpu"
     assert (calibration.attention_backend, calibration.enforce_eager) == ("sdpa", True)
     assert calibration.max_position_embeddings == MAX_POSITIONS
     assert calibration.num_samples >= 20
@@ -222,12 +210,8 @@ def test_an_engine_that_is_measured_keeps_its_one_scheduler(monkeypatch):
 
 
 def test_of_a_device_of_its_own_the_launch_counts_apart():
-    with closing(build_engine(tiny_model(), None, None, SMALL | {"overlap": False}, clock=CountingClock())) as engine:
-        engine.observers.append(log := _StepLog())
-        _run(engine, (Group(4, 20, 3),), seed=1)
-        records = [record for record, _ in log.steps]
-        works = [StepWork.from_batch(batch, engine.config.block_size) for _, batch in log.steps]
-        samples = list(_samples(records, works, launch_blocks=False))
+    records, works = steps_of(Group(4, 20, 3), overlap=False)
+    samples = list(_samples(records, works, launch_blocks=False))
     assert [sample.work.num_tokens for sample in samples] == [80, 4, 4]
     for sample, record in zip(samples, records, strict=True):
         # Launching takes two calls of the clock, and so does waiting.
@@ -281,15 +265,11 @@ def test_how_far_reads_are_apart_shows_the_head_start():
 
 
 def test_decodes_are_measured_while_all_of_them_decode():
-    config = make_config(max_model_len=2048, max_num_seqs=64, num_kv_blocks=2001, device="cpu", block_size=16)
+    config = cpu_config(max_model_len=2048, max_num_seqs=64, num_kv_blocks=2001)
     config = replace(config, max_num_batched_tokens=1024)
     (group,) = next(groups for groups in scenarios(config) if groups[0][:2] == (16, 256))
-    with closing(
-        build_engine(tiny_model(), None, None, {"max_model_len": 320, "max_num_batched_tokens": 1024})
-    ) as engine:
-        engine.observers.append(log := _StepLog())
-        _run(engine, (group,), seed=1)
-    assert sum(batch.num_decodes == 16 for _, batch in log.steps) >= 6
+    _, works = steps_of(group, max_model_len=320, max_num_batched_tokens=1024)
+    assert sum(work.num_decodes == 16 for work in works) >= 6
 
 
 def test_taking_memory_leaves_zeros():
@@ -302,9 +282,9 @@ def test_taking_memory_leaves_zeros():
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="leave overlap out"):
+    with invalid("leave overlap out"):
         calibrate(tiny_model(), overlap=True)
-    with pytest.raises(ValueError, match="repeats is 0"):
+    with invalid("repeats is 0"):
         calibrate(tiny_model(), repeats=0)
 
 
@@ -312,13 +292,13 @@ def test_what_cannot_be_measured_is_refused():
 
 
 @pytest.mark.full
-def test_calibrate_writes_what_simulate_reads(run, tmp_path):
-    folder, path = save_tiny(tmp_path / "tiny"), str(tmp_path / "out.json")
+def test_calibrate_writes_what_simulate_reads(command, folder, tmp_path):
+    path = tmp_path / "out.json"
     limits = "--enforce-eager --max-model-len 64 --max-num-seqs 2"
-    status, out, _ = run(f"calibrate --model {folder} --output {path} --repeats 1 {limits}")
+    status, out, _ = command(f"calibrate --model {folder} --output {path} --repeats 1 {limits}")
     assert status == 0 and "relative errors of the fit: median" in out
     workload = "random:requests=3,prompt=20,output=5"
-    status, out, _ = run(f"simulate --calibration {path} --model {folder} --workload {workload}")
+    status, out, _ = command(f"simulate --calibration {path} --model {folder} --workload {workload}")
     assert status == 0 and "3 requests, 60 tokens in, 15 out" in out
 
 
@@ -326,11 +306,17 @@ ONE = "--workload random:requests=1,prompt=100,output=3"
 
 
 @pytest.fixture
-def simulated(run, stored):
-    """Run `simulate` with the stored calibration; returns its output and, with --json -, the object in it."""
+def simulate(command, stored):
+    """Run `simulate` with the stored calibration; returns the command's result."""
+    return lambda line: command(f"simulate --calibration {stored} {line}")
+
+
+@pytest.fixture
+def simulated(simulate):
+    """Run it; returns its output and, with --json -, the object in it."""
 
     def simulated(line):
-        status, out, err = run(f"simulate --calibration {stored} {line}")
+        status, out, err = simulate(line)
         assert status == 0, err
         return json.loads(out) if line.endswith("--json -") else out
 
@@ -348,7 +334,7 @@ def test_simulate_prints_a_table_of_what_follows_from_the_costs(simulated):
 def test_simulate_writes_requests_and_steps_as_json(simulated):
     line = "--requests 4 --rate 5 --replicas 2 --routing least-loaded --max-num-seqs 1 --json -"
     result = simulated(line)
-    assert (result["model"], result["replicas"], result["config"]["max_num_seqs"]) == ("a-model", 2, 1)
+    assert result["model"] == "a-model" and result["replicas"] == 2 and result["config"]["max_num_seqs"] == 1
     assert [len(request["itls"]) for request in result["requests"]] == [63] * 4
     assert {request["replica"] for request in result["requests"]} == {0, 1}
     assert sum(len(records) for records in result["steps"]) == result["figures"]["steps"]
@@ -357,22 +343,23 @@ def test_simulate_writes_requests_and_steps_as_json(simulated):
 
 def test_simulate_counts_a_fronts_delay_in(simulated):
     alone, behind = (simulated(f"{ONE} {more} --json -") for more in ("", "--front-delay 2.5ms"))
-    assert (alone["front_delay"], behind["front_delay"]) == (0.0, 0.0025)
+    assert alone["front_delay"] == 0.0 and behind["front_delay"] == 0.0025
     for name, delay in (("ttft", 0.0025), ("itl", 0.0)):
         assert behind["figures"][name]["p50"] == pytest.approx(alone["figures"][name]["p50"] + delay)
 
 
-def test_simulate_counts_the_requests_within_goals(run, stored, simulated, tmp_path):
+def test_simulate_counts_the_requests_within_goals(simulate, simulated, tmp_path):
+    path = tmp_path / "r.json"
     # As above: the first token after 18.9 ms, and gaps of 10.2 ms.
     kept = "--goal-ttft 19ms --goal-itl 10.5ms"
-    for limits, share in ((kept, 1.0), ("--goal-ttft 18ms", 0.0), ("--goal-itl 10ms", 0.0)):
-        out = simulated(f"{ONE} {limits} --json {tmp_path / 'r.json'}")
-        goals = json.loads((tmp_path / "r.json").read_text())["figures"]["goals"]
+    for limits, share in {kept: 1.0, "--goal-ttft 18ms": 0.0, "--goal-itl 10ms": 0.0}.items():
+        out = simulated(f"{ONE} {limits} --json {path}")
+        goals = json.loads(path.read_text())["figures"]["goals"]
         assert goals["share"] == share and f"{share:.1%} of requests within " in out
     assert goals == {"ttft": None, "itl": 0.01, "share": 0.0, "requests_per_second": 0.0}
     assert "0.0% of requests within each ITL <= 10 ms: 0.00 requests/s" in out
     assert "goals" not in simulated(f"{ONE} --json -")["figures"]
-    refused(run(f"simulate --calibration {stored} {ONE} --goal-ttft 0ms"), "'0ms' is not above 0")
+    assert_refused(simulate(f"{ONE} --goal-ttft 0ms"), "'0ms' is not above 0")
 
 
 def test_simulate_keeps_an_itl_goal(simulated):
@@ -387,48 +374,52 @@ def test_simulate_replays_a_trace(simulated, tmp_path):
     prompt = list(range(130))
     trace.write_text(
         f'{{"prompt": {prompt}, "output_tokens": 2, "arrival": 1.5, "priority": 1}}\n'
-        f'{{"prompt": {[*prompt, 7]}, "output_tokens": 1, "arrival": 0.5, "after": 0}}'
+        f'{{"prompt": {prompt}, "output_tokens": 1, "arrival": 0.5, "after": 0}}'
     )
-    assert simulated(f"--trace {trace} --json {tmp_path / 'r.json'}").startswith("turns on 1 x a-model")
-    first, second = json.loads((tmp_path / "r.json").read_text())["requests"]
+    assert simulated(f"--trace {trace}").startswith("turns on 1 x a-model")
+    first, second = simulated(f"--trace {trace} --json -")["requests"]
     assert first["arrival_time"] == 1.5 and second["arrival_time"] == first["finished_time"] + 0.5
     assert second["num_cached_tokens"] == 128
 
 
 @pytest.mark.parametrize(
     "arguments, named",
-    [
-        ("--rate 0", "the rate is 0.0"),
-        ("--burst 2", "--burst is 2"),
-        ("--requests 0", "0 is too small"),
-        ("--workload random:shared=200", "above the shortest prompt (128)"),
-        ("--workload random:prompt=3000", "request 0 has 3000 prompt tokens"),
-        ("--workload W --trace x.jsonl", "2 are given: W and x.jsonl"),
-        ("--replicas 0", "num_replicas is 0"),
-        ("--front-delay 2", "'2' is not a time"),
-        ("--routing best", "invalid choice: 'best'"),
-        ("--model b-model", "model='b-model'"),
-        ("--dtype float16", "dtype='float16'"),
-        ("--max-queue 5", "max_queue is 5"),
-        ("--block-size 17", "block_size is 17"),
-        ("--trace /nowhere.jsonl", "/nowhere.jsonl"),
-    ],
+    {
+        "--rate 0": "the rate is 0.0",
+        "--burst 2": "--burst is 2",
+        "--requests 0": "0 is too small",
+        "--workload random:shared=200": "above the shortest prompt (128)",
+        "--workload random:prompt=3000": "request 0 has 3000 prompt tokens",
+        "--workload W --trace x.jsonl": "2 are given: W and x.jsonl",
+        "--replicas 0": "num_replicas is 0",
+        "--front-delay 2": "'2' is not a time",
+        "--routing best": "invalid choice: 'best'",
+        "--model b-model": "model='b-model'",
+        "--dtype float16": "dtype='float16'",
+        "--max-queue 5": "max_queue is 5",
+        "--block-size 17": "block_size is 17",
+        "--trace /nowhere.jsonl": "/nowhere.jsonl",
+    }.items(),
 )
-def test_simulate_refuses_in_one_line(run, stored, arguments, named):
-    refused(run(f"simulate --calibration {stored}", *words(arguments)), named)
+def test_simulate_refuses_in_one_line(simulate, arguments, named):
+    assert_refused(simulate(arguments), named)
 
 
-def test_a_trace_that_cannot_be_read_is_refused_with_its_line(run, stored, tmp_path):
+def test_a_trace_that_cannot_be_read_is_refused_with_its_line(simulate, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt": [1], "output_tokens": 1}\n{"prompt": "text", "output_tokens": 1}\n')
-    arguments = words(f"simulate --calibration {stored} --trace {trace}")
-    refused(run(*arguments), "line 2: the prompt is text, which needs a tokenizer; give --model")
-    trace.write_text('{"prompt": [1]}')
-    refused(run(*arguments), "line 1: the field 'output_tokens' is missing")
+    named = "line 2: the prompt is text, which needs a tokenizer; give --model"
+    assert_refused(simulate(f"--trace {trace}"), named)
 
 
-def test_commands_say_what_is_missing(run, tmp_path):
-    refused(run("simulate"), "--calibration")
-    refused(run(f"simulate --calibration {tmp_path / 'none.json'}"), "none.json")
-    refused(run("calibrate"), "--output")
-    refused(run(f"calibrate --output {tmp_path / 'nowhere' / 'x.json'}"), "does not exist. Create it first")
+@pytest.mark.parametrize(
+    "line, named",
+    {
+        "simulate": "--calibration",
+        "simulate --calibration none.json": "none.json",
+        "calibrate": "--output",
+        "calibrate --output nowhere/x.json": "does not exist. Create it first",
+    }.items(),
+)
+def test_commands_say_what_is_missing(command, line, named):
+    assert_refused(command(line), named)

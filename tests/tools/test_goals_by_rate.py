@@ -14,22 +14,21 @@ from nanovllm.tools.workloads.specs import build
 from nanovllm.tools.workloads.workloads import random_requests
 from tests.support.command_line import words
 from tests.support.sweeps import CALIBRATION
-from tests.support.tiny_models import save_tiny
 
-GOAL, LIMITS = ["--itl-goal", "20ms"], words("--goal-ttft 500ms --goal-itl 24ms")
-SMALL = [*words("--requests 40 --scale 0.1 --budgets 128 1024"), *GOAL, *LIMITS]
+LIMITS = "--itl-goal 20ms --goal-ttft 500ms --goal-itl 24ms"
+SMALL = f"--traffic azure-conv --requests 40 --scale 0.1 --budgets 128 1024 {LIMITS}"
 
 
 @pytest.fixture
 def costs(tmp_path):
     path = tmp_path / "costs.json"
     replace(CALIBRATION, max_position_embeddings=4096).save(path)
-    return str(path)
+    return path
 
 
 def test_settings_play_the_same_requests_at_shares_of_the_capacity(costs, tmp_path, capsys):
     out = tmp_path / "rows.json"
-    main(["--costs", costs, *words("--traffic azure-conv --shares 0.5 1"), *SMALL, "--out", str(out)])
+    main(words(f"--costs {costs} --shares 0.5 1 {SMALL} --out {out}"))
     lines = capsys.readouterr().out.splitlines()
     found = next(line for line in lines if line.startswith("capacity of azure-conv: "))
     rows = [Row(**row) for row in json.loads(out.read_text())]
@@ -45,7 +44,7 @@ def test_settings_play_the_same_requests_at_shares_of_the_capacity(costs, tmp_pa
 
 
 def test_a_bound_on_minutes_leaves_plays_out_and_says_so(costs, capsys):
-    main(["--costs", costs, *words("--traffic azure-conv --capacity 1 --minutes 0"), *SMALL])
+    main(words(f"--costs {costs} --capacity 1 --minutes 0 {SMALL}"))
     assert "simulated azure-conv 0.5 goal 20 ms: left out after 0 minutes" in capsys.readouterr().out
 
 
@@ -71,8 +70,8 @@ def test_gaps_and_first_tokens_are_those_that_the_client_saw():
     assert metrics.max_itl == pytest.approx(0.4) and metrics.finished_time == 2.0
 
 
-def test_a_machine_plays_every_setting_on_an_engine_opened_for_it(tmp_path):
-    machine = Machine(str(save_tiny(tmp_path / "model")), {"max_model_len": 128, "num_kv_blocks": 20}, idle=0.0)
+def test_a_machine_plays_every_setting_on_an_engine_opened_for_it(folder):
+    machine = Machine(str(folder), {"max_model_len": 128, "num_kv_blocks": 20}, idle=0.0)
     workload = random_requests(requests=3, prompt=20, output=4, vocab=256)
     for options in ({"itl_goal": 60.0}, {"max_num_batched_tokens": 256, "max_num_seqs": 8}):
         assert [len(metrics.itls) for metrics in machine(workload, options)] == [3, 3, 3]

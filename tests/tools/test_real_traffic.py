@@ -140,18 +140,3 @@ def test_every_table_rises_and_has_percentiles():
             tables += [getattr(trace.conversations, name) for name in ("ages", "growths", "kept", "ratios")]
         for table in tables:
             assert len(table) in PERCENTILES and list(table) == sorted(table) and table[0] > 0
-
-
-@pytest.mark.parametrize(
-    "text, named",
-    [
-        ("azure-conv:rate=0", "azure-conv:rate is 0.0, which is too small"),
-        ("azure-code:prompt=8", "no parameter 'prompt'; it takes requests, rate, scale, seed"),
-        ("mooncake:requests=0", "mooncake:requests is 0, which is too small"),
-        ("azure", "no workload 'azure'; there are W, P"),
-    ],
-)
-def test_a_parameter_that_makes_no_sense_is_refused_by_name(text, named):
-    with pytest.raises(ValueError) as error:
-        build(text)
-    assert named in str(error.value)

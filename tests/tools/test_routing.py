@@ -1,7 +1,6 @@
 """Routing policies, on cases with a known answer."""
 
 import functools
-from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -38,17 +37,22 @@ def replica(running=0, waiting=0, holds=None):
     """A replica with that many requests in each queue, and a prompt in its prefix cache."""
     made = Replica(CONFIG, COST, count(10_000))
     if holds is not None:
-        made.add(sequence(holds, max_tokens=1), 0.0)
-        while made.has_unfinished:
-            made.step()
+        serve(made, holds)
     for _ in range(running):
         made.add(sequence([1, 2, 3]), 0.0)
     if running:
         made.step()
     for _ in range(waiting):
         made.add(sequence([1, 2, 3]), 0.0)
-    assert (made.num_running, made.num_waiting) == (running, waiting)
+    assert made.num_running == running and made.num_waiting == waiting
     return made
+
+
+def serve(replica, prompt):
+    """Let a replica compute a prompt, which its prefix cache holds then."""
+    replica.add(sequence(prompt, max_tokens=1), 0.0)
+    while replica.has_unfinished:
+        replica.step()
 
 
 def sequence(prompt, max_tokens=50):
@@ -109,9 +113,7 @@ def test_conversations_behind_one_system_prompt_spread_and_each_returns():
     for number in range(40):
         prompt = [*shared, *range(1000 * number + 500, 1000 * number + 500 + 160)]
         began += chosen(route, replicas, prompt)
-        replicas[began[-1]].add(sequence(prompt, max_tokens=1), 0.0)
-        while replicas[began[-1]].has_unfinished:
-            replicas[began[-1]].step()
+        serve(replicas[began[-1]], prompt)
     assert {began.count(index) for index in range(4)} <= {9, 10, 11}
     again = [*shared, *range(39_500, 39_660), 7]
     assert chosen(route, replicas, again) == [began[-1]]
@@ -123,9 +125,7 @@ def test_a_replica_that_was_away_does_not_get_every_request():
     for number in range(200):
         chosen(route, replicas[:1], list(range(1000 * number, 1000 * number + 320)))
     prompt = list(range(16 * 40))
-    replicas[0].add(sequence(prompt, max_tokens=1), 0.0)
-    while replicas[0].has_unfinished:
-        replicas[0].step()
+    serve(replicas[0], prompt)
     assert MAX_IMBALANCE * BALANCE < 39
     assert chosen(route, replicas, [*prompt, 1]) == [0]
     assert chosen(route, replicas, list(range(5000, 5100))) == [1]
@@ -170,25 +170,9 @@ def test_prefix_aware_keeps_the_requests_of_a_prefix_together_and_saves_its_comp
     assert figures["round-robin"]["cached_tokens"] == (60 - 3 * 4) * 64
 
 
-@pytest.mark.full
-def test_a_long_shared_prompt_piles_up_on_no_replica_and_conversations_hit_as_in_one_cache():
-    """Four replicas with a quarter of the blocks each, which are scarce."""
-    for seed in (0, 1):
-        workload = poisson(chat(conversations=60, turns=4, system=600, seed=seed), 40.0, seed=seed)
-        config = make_config(block_size=16, max_model_len=4096, max_num_seqs=64, num_kv_blocks=1001, overlap=False)
-        whole = replace(config, num_kv_blocks=4001)
-        cost = CostModel(HostCost(), DeviceCost(knee=4, fixed=2e-2, per_token_above=1e-5), HostCost())
-        alone = simulate(workload, whole, cost).figures()
-        found = simulate(workload, config, cost, num_replicas=4, route=prefix_aware(), index_delay=0)
-        assert found.figures()["evictions"] > 0
-        assert found.figures()["hit_rate"] >= 0.95 * alone["hit_rate"]
-        assert min(found.replica_of.count(index) for index in range(4)) >= 240 // 4 - 20
-
-
 # ------------------------------------------------------------------------------------------------------- stale indices
 
 
-@functools.cache
 @functools.cache
 def hit_rate(num_replicas, num_blocks, policy="prefix-aware", index_delay=None):
     """Of conversations that need more blocks than all replicas have."""

@@ -2,21 +2,19 @@
 
 import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.main import main
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost, IntakeCost
 from nanovllm.outputs import RequestMetrics
 from nanovllm.tools.simulate.simulator import figures, report, simulate
 from nanovllm.tools.workloads.workloads import TimedRequest, Workload
-from tests.support.command_line import words
+from tests.support.command_line import assert_refused, words
 from tests.support.public_options import make_config
+from tests.support.refusals import invalid
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
@@ -104,44 +102,49 @@ def test_decodes_cost_their_context_and_chunks_their_pairs():
     assert times(simulation) == [(first, [49.0])]
 
 
+def times_alone(cost, num_tokens=3, **limits):
+    """Time of the first token of a request alone, and of those behind it."""
+    return times(run([request(8, num_tokens)], cost, **limits))[0]
+
+
 def test_without_overlap_host_and_device_take_turns():
     cost = steps_of_2(HostCost(0.25, 0.25), HostCost(0.5, 0.5), launch_blocks=False)
-    assert times(run([request(8, 3)], cost)) == [(3.5, [3.5, 3.5])]
+    assert times_alone(cost) == (3.5, [3.5, 3.5])
 
 
 def test_a_device_of_its_own_begins_once_a_step_is_launched():
     cost = steps_of_2(HostCost(0.5), HostCost(0.25), HostCost(0.5, 0.5), False)
-    assert times(run([request(8, 3)], cost)) == [(3.75, [3.75, 3.75])]
+    assert times_alone(cost) == (3.75, [3.75, 3.75])
     # Launched at 1.5, step 1 computes until 3.5; step 2, launched at 3.0, follows without a gap.
-    assert times(run([request(8, 3)], cost, overlap=True)) == [(3.75, [2.0, 2.0])]
+    assert times_alone(cost, overlap=True) == (3.75, [2.0, 2.0])
     record, *_ = run([request(8, 3)], cost).steps[0]
-    assert (record.schedule_time, record.execute_time, record.update_time) == (0.5, 3.0, 0.25)
+    assert record.schedule_time == 0.5 and record.execute_time == 3.0 and record.update_time == 0.25
 
 
 def test_with_overlap_the_host_works_while_the_device_does():
     cost = steps_of_2(HostCost(0.5), HostCost(0.25), launch_blocks=False)
     # Launched at 0.5, steps compute without gaps until 2.5, 4.5, 6.5; each is read 0.25 s later.
-    assert times(run([request(8, 3)], cost, overlap=True)) == [(2.75, [2.0, 2.0])]
+    assert times_alone(cost, overlap=True) == (2.75, [2.0, 2.0])
 
 
 def test_a_step_that_waits_for_the_device_has_no_head_start():
     cost = steps_of_2(HostCost(0.5), HostCost(0.25), HostCost(0.5), False, head_start=0.25)
-    assert times(run([request(8, 3)], cost)) == [(3.25, [3.25, 3.25])]
+    assert times_alone(cost) == (3.25, [3.25, 3.25])
     # Launched at 1.0, step 1 computes from 0.75 to 3.0, and those behind it take as long: until 5.25, 7.5.
-    assert times(run([request(8, 3)], cost, overlap=True)) == [(3.25, [2.25, 2.25])]
+    assert times_alone(cost, overlap=True) == (3.25, [2.25, 2.25])
 
 
 def test_with_overlap_a_slow_host_is_what_counts():
     cost = steps_of_2(HostCost(4.0), HostCost(1.0), launch_blocks=False)
     # Schedules end at 4, 8; step 1 was ready at 6 and is read at 9; then each step is 4 + 1. The last one, launched at
     # 18, is waited for until 20 with nothing to schedule.
-    assert times(run([request(8, 4)], cost, overlap=True))[0] == (9.0, [5.0, 5.0, 2.0])
+    assert times_alone(cost, num_tokens=4, overlap=True) == (9.0, [5.0, 5.0, 2.0])
 
 
 def test_overlap_hides_nothing_where_the_host_computes_the_step_itself():
     cost = steps_of_2(HostCost(0.5), HostCost(0.25), launch_blocks=True)
     # Two steps are launched before the first is read.
-    assert times(run([request(8, 3)], cost, overlap=True))[0] == (5.25, [2.75, 0.25])
+    assert times_alone(cost, overlap=True) == (5.25, [2.75, 0.25])
 
 
 def test_a_front_delays_requests_and_their_first_tokens():
@@ -152,7 +155,7 @@ def test_a_front_delays_requests_and_their_first_tokens():
     simulation = run(requests, replace(cost, front_delay=0.5))
     assert times(simulation) == [(2.5, [2.0]), (3.5, []), (2.5, [])]
     assert [metrics.queue_time for metrics in simulation.requests] == [0.5, 1.5, 0.5]
-    with pytest.raises(ValueError, match="front_delay is -1"):
+    with invalid("front_delay is -1"):
         run(requests, replace(cost, front_delay=-1.0))
 
 
@@ -208,7 +211,7 @@ def test_steps_are_the_real_engines(pool, overlap):
         outputs = llm.generate([r.prompt_token_ids for r in workload.requests], params, use_tqdm=False)
         resolved, stats = llm.config, llm.stats()
     simulation = simulate(workload, resolved, PER_TOKEN, keep_steps=True)
-    assert [composition(r) for r in simulation.steps[0]] == [composition(r) for r in real]
+    assert [*map(composition, simulation.steps[0])] == [*map(composition, real)]
     assert [m.num_cached_tokens for m in simulation.requests] == [o.num_cached_tokens for o in outputs]
     assert [m.num_preemptions for m in simulation.requests] == [o.metrics.num_preemptions for o in outputs]
     assert simulation.stats == [replace(stats, kv_touched_bytes=0, kv_findable_bytes=0)]  # it has no memory
@@ -257,45 +260,23 @@ def test_salted_prompts_share_no_prefix():
     assert [m.num_cached_tokens for m in simulation.requests] == [0, 0, 96]
 
 
-# ---------------------------------------------------------------------------------------------------- monotonicity
-
-
-def seconds(workload, cost=PER_TOKEN, num_replicas=1, **limits):
-    return simulate(workload, config(**limits), cost, num_replicas=num_replicas).figures()["seconds"]
-
-
-def test_more_replicas_a_faster_device_and_a_prefix_cache_save_time():
-    workload = random_workload(40)
-    alone = seconds(workload, **POOLS["roomy pool"])
-    assert seconds(workload, num_replicas=2, **POOLS["roomy pool"]) < alone
-    assert seconds(workload, enable_prefix_caching=False, **POOLS["roomy pool"]) > alone
-    faster = replace(PER_TOKEN, device=replace(PER_TOKEN.device, fixed=0.5))
-    assert seconds(workload, faster, **POOLS["roomy pool"]) < alone
-
-
-def test_overlap_saves_time_on_a_device_of_its_own():
-    cost = CostModel(HostCost(0.5), PER_TOKEN.device, HostCost(0.5), launch_blocks=False)
-    workload = random_workload(40)
-    assert seconds(workload, cost, overlap=True) < seconds(workload, cost, overlap=False)
-
-
 # --------------------------------------------------------------------------------------------------------- figures
 
 
 def test_figures_are_those_of_the_requests():
     simulation = run([request(10, 3), request(4, 2, arrival=2.0)])
     result = simulation.figures()
-    assert (result["seconds"], result["num_output_tokens"], result["steps"]) == (11.5, 5, 3)
+    assert result["seconds"] == 11.5 and result["num_output_tokens"] == 5 and result["steps"] == 3
     assert result["output_tokens_per_second"] == 5 / 11.5
     # Percentiles are interpolated: of 6 and 7.5, and of 2, 2 and 3.5.
     assert result["ttft"] == pytest.approx({"mean": 6.75, "p50": 6.75, "p90": 7.35, "p99": 7.485, "max": 7.5})
     assert result["itl"] == pytest.approx({"mean": 2.5, "p50": 2.0, "p90": 3.2, "p99": 3.47, "max": 3.5})
-    assert (result["cached_tokens"], result["hit_rate"], result["preemptions"]) == (0, 0.0, 0)
+    assert result["cached_tokens"] == result["hit_rate"] == result["preemptions"] == 0
     assert "3 steps in 11.50 s" in report(result)
 
 
 def test_requests_of_one_token_have_no_gaps_to_report():
-    result = figures(run([request(4, 1)]).requests, run([request(4, 1)]).stats)
+    result = run([request(4, 1)]).figures()
     assert result["itl"] is None
     assert "between two tokens" not in report(result)
 
@@ -318,16 +299,12 @@ def test_requests_of_one_token_have_no_gaps_to_report():
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_its_place(wrong, named):
-    with pytest.raises(ValueError, match=named):
+    with invalid(named):
         run([request(4, 1), wrong])
 
 
-def test_what_is_not_simulated_is_refused():
-    with pytest.raises(ValueError, match="max_queue is 3"):
-        run([request(4, 1)], max_queue=3)
-    with pytest.raises(ValueError, match="num_replicas is 0"):
-        simulate(Workload("test", [request(4, 1)]), config(), PER_TOKEN, num_replicas=0)
-    with pytest.raises(ValueError, match="no requests"):
+def test_a_workload_without_requests_is_refused():
+    with invalid("no requests"):
         run([])
 
 
@@ -349,39 +326,31 @@ def test_simulated_drafts_are_right_as_often_as_in_the_recorded_run(overlap):
 
 
 def test_a_simulation_of_speculation_needs_its_acceptance():
-    with pytest.raises(ValueError, match="speculation is 'suffix', but a simulation has no text"):
+    with invalid("speculation is 'suffix', but a simulation has no text"):
         run([request(10, 3)], speculation="suffix")
-    with pytest.raises(ValueError, match=r"draft_acceptance is 0\.5, but without speculation"):
+    with invalid(r"draft_acceptance is 0\.5, but without speculation"):
         simulate(Workload("test", [request(10, 3)], draft_acceptance=0.5), config(), PER_TOKEN)
 
 
 @pytest.mark.parametrize("option", words("--gpu-memory-utilization=0.5 --record-itl --engine-seed=1 --revision=a"))
-def test_the_command_takes_no_option_that_a_replay_ignores(option, capsys):
-    with pytest.raises(SystemExit):
-        main(["simulate", "--calibration", "costs.json", option])
-    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
-
-
-def test_the_simulator_does_without_torch():
-    modules = "nanovllm.tools.simulate.simulator, nanovllm.serving.replicas.routing"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_command_takes_no_option_that_a_replay_ignores(option, command):
+    assert_refused(command(f"simulate --calibration costs.json {option}"), f"unrecognized arguments: {option}")
 
 
 @pytest.mark.parametrize("rate, is_high", [("1", False), ("1000", True)])
-def test_the_command_says_how_far_it_may_be_off(tmp_path, capsys, rate, is_high):
-    replace(CALIBRATION, residuals={"p90": 0.05}).save(tmp_path / "costs.json")
-    arguments = ["simulate", "--calibration", str(tmp_path / "costs.json"), "--rate", rate, "--replicas", "2"]
-    assert main([*arguments, "--workload", "random:requests=60,prompt=100,output=6"]) == 0
-    reported = capsys.readouterr()
-    line = next(line for line in reported.out.splitlines() if "output tokens/s" in line)
-    found = re.match(r"(\d+) output tokens/s \(± 5\.0%, the p90 of the fit: (\d+) to (\d+)\);.*utilisation (\S+)", line)
-    tokens, low, high, utilisation = map(float, found.groups())
+def test_the_command_says_how_far_it_may_be_off(tmp_path, command, rate, is_high):
+    path = tmp_path / "costs.json"
+    replace(CALIBRATION, residuals={"p90": 0.05}).save(path)
+    workload = f"--workload random:requests=60,prompt=100,output=6 --rate {rate} --replicas 2"
+    status, out, err = command(f"simulate --calibration {path} {workload}")
+    said = r"(\d+) output tokens/s \(± 5\.0%, the p90 of the fit: (\d+) to (\d+)\);.*utilisation (\S+)"
+    tokens, low, high, utilisation = map(float, re.search(said, out).groups())
+    assert status == 0
     assert low == pytest.approx(0.95 * tokens, abs=1) and high == pytest.approx(1.05 * tokens, abs=1)
-    assert (utilisation > 0.8) is is_high is ("measure before you rely on them" in reported.err)
+    assert (utilisation > 0.8) is is_high is ("measure before you rely on them" in err)
 
 
 def test_a_rate_counts_from_the_first_arrival():
     metrics = RequestMetrics(5.0, first_token_time=6.0, last_token_time=9.0, finished_time=9.0, num_output_tokens=8)
     found = figures([metrics], [])
-    assert (found["seconds"], found["output_tokens_per_second"]) == (4.0, 2.0)
+    assert found["seconds"] == 4.0 and found["output_tokens_per_second"] == 2.0

@@ -107,7 +107,7 @@ def test_captures_are_counted_and_those_with_an_unfinished_request():
     logger.debug("captured after it")
     assert logger.level == level and watch not in logger.handlers
     taken = watch.take()
-    assert (taken.num_captures, taken.num_busy_captures) == (2, 1)
+    assert taken.num_captures == 2 and taken.num_busy_captures == 1
     assert watch.take() == Taken()
     assert counts([taken])[0] | {"pauses": None} == {
         "captures": 2, "captures, request unfinished": 1, "pauses": None, "pauses, ms in all": 0.0,
@@ -152,7 +152,7 @@ def test_clients_time_every_token_and_count_the_unfinished():
     assert [len(ended.token_times) for ended in played.finished] == [4, 4, 4]
     assert [ended.number for ended in played.finished] == [0, 1, 2]
     assert figures(workload, played)["ttft"]["max"] > 0
-    assert (engine.most, engine.watch.num_unfinished) == (3, 0)
+    assert engine.most == 3 and engine.watch.num_unfinished == 0
 
 
 def test_an_error_of_a_stream_reaches_the_caller():
@@ -268,7 +268,7 @@ def test_offline_times_start_up_the_first_call_and_later_ones(job):
     assert found["start-up"]["process to engine, s"] > 0
     for case in ("first call", "later call 1"):
         assert found[case]["seconds"] > 0
-        assert (found[case]["captures"], found[case]["captures, request unfinished"]) == (0, 0)
+        assert found[case]["captures"] == 0 and found[case]["captures, request unfinished"] == 0
     ratio = found["first call"]["seconds"] / found["later call 1"]["seconds"]
     assert found["first call"]["x later calls"] == pytest.approx(ratio)
 
@@ -353,11 +353,11 @@ def test_a_process_that_takes_too_long_is_ended_and_named(capsys):
     assert "it took more than 0.01 s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line, reason", [
-    ("nothing", "no part 'nothing'"), ("--engines other", "no engine 'other'"), ("--rates 0", "--rates"),
-    ("w+poisson", "poisson takes an engine of its own"), ("w+offline", "offline measures the first call"),
-    ("--workload azure", "no workload 'azure'"),
-])  # fmt: skip
+@pytest.mark.parametrize("line, reason", {
+    "nothing": "no part 'nothing'", "--engines other": "no engine 'other'", "--rates 0": "--rates",
+    "w+poisson": "poisson takes an engine of its own", "w+offline": "offline measures the first call",
+    "--workload azure": "no workload 'azure'",
+}.items())  # fmt: skip
 def test_bad_arguments_are_refused(line, reason, capsys):
     with pytest.raises(SystemExit):
         traffic.main(words(line))

@@ -11,16 +11,14 @@ import psutil
 import pytest
 import torch
 
-from nanovllm.cli import tune as command
-from nanovllm.cli.main import main
+from nanovllm.cli import tune as tune_command
 from nanovllm.cli.tune_question import build_question
 from nanovllm.tools.tune import measuring
 from nanovllm.tools.tune.forecast import forecast
 from nanovllm.tools.workloads.files import read_trace
-from tests.support.command_line import words
+from tests.support.command_line import assert_refused, words
 from tests.support.forked_processes import programs_are_forked
 from tests.support.sweeps import CALIBRATION, as_played
-from tests.support.tiny_models import save_tiny
 
 WORKLOAD = "--workload random:requests=12,prompt=40,output=6,vocab=512"
 BUDGETS = "--rate 20 --max-num-batched-tokens 256,1024 --max-num-seqs 16"
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
 
 def question_of(line):
     parser = argparse.ArgumentParser()
-    command.add_tune_command(parser.add_subparsers())
+    tune_command.add_tune_command(parser.add_subparsers())
     return build_question(parser.parse_args(words(f"tune --model m {line}")))
 
 
@@ -54,7 +52,7 @@ class Engines:
 
 @pytest.fixture
 def engines(monkeypatch):
-    monkeypatch.setattr(command, "environment", lambda: {"torch": "9", "threads": None})
+    monkeypatch.setattr(tune_command, "environment", lambda: {"torch": "9", "threads": None})
     return Engines(monkeypatch)
 
 
@@ -64,16 +62,9 @@ def output(tmp_path):
 
 
 @pytest.fixture
-def tune(output, capsys):
-    def tune(line, workload=WORKLOAD):
-        try:
-            status = main(words(f"tune --model m --device cpu {workload} --output {output} {line}"))
-        except SystemExit as exit_:
-            status = exit_.code
-        reported = capsys.readouterr()
-        return status, reported.out, reported.err
-
-    return tune
+def tune(output, command):
+    """Run the command, with a workload and an output unless the line has others; returns its result."""
+    return lambda line, workload=WORKLOAD: command(f"tune --model m --device cpu {workload} --output {output} {line}")
 
 
 def result_in(output):
@@ -82,8 +73,9 @@ def result_in(output):
 
 @pytest.fixture
 def costs(tmp_path):
-    CALIBRATION.save(tmp_path / "costs.json")
-    return f"--simulate {tmp_path / 'costs.json'}"
+    path = tmp_path / "costs.json"
+    CALIBRATION.save(path)
+    return f"--simulate {path}"
 
 
 def test_a_sweep_ends_in_a_table_advice_json_and_a_picture(engines, tune, output):
@@ -130,8 +122,7 @@ def test_other_goals_need_no_new_measurements_and_another_workload_is_another_qu
         ("--seed 3", WORKLOAD, "arrivals.seed was 0, and is 3"),
         ("", "--workload random:requests=9", "workload.requests was 12, and is 9"),
     ):
-        status, _, err = tune(f"{line} {more}", workload)
-        assert status == 2 and "another question" in err and named in err
+        assert_refused(tune(f"{line} {more}", workload), f"another question & {named}")
     assert len(engines.options) == measured
 
 
@@ -184,19 +175,20 @@ def test_a_share_of_the_gpus_memory_that_forecasts_do_not_know_is_reported(engin
 
 
 def test_with_a_calibration_of_a_gpu_the_defaults_can_be_simulated(tmp_path):
+    path = tmp_path / "costs.json"
     calibration = replace(
         CALIBRATION, device="cuda", attention_backend="flex", enforce_eager=False, cuda_graphs=True, block_size=128
     )
-    calibration.save(tmp_path / "costs.json")
-    question = question_of(f"--workload random:requests=2,prompt=40 --simulate {tmp_path / 'costs.json'}")
+    calibration.save(path)
+    question = question_of(f"--workload random:requests=2,prompt=40 --simulate {path}")
     made = forecast(calibration, question.candidates.settings[:5], question.workloads, {}, model="m")
     assert question.candidates.settings[0] in made.runs and not made.refused
 
 
 def test_what_the_simulator_refuses_for_every_setting_is_reported_and_not_measured(engines, tune, costs):
-    status, out, err = tune(f"{costs} --max-model-len 32")
-    assert (status, out, engines.options) == (2, "", [])
-    assert "no setting can be simulated: request 0 has 40 prompt tokens" in err
+    result = tune(f"{costs} --max-model-len 32")
+    assert_refused(result, "no setting can be simulated: request 0 has 40 prompt tokens")
+    assert engines.options == []
 
 
 def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune, output):
@@ -210,35 +202,34 @@ def test_all_at_once_is_said_to_say_nothing_about_first_tokens(engines, tune, ou
 
 @pytest.mark.parametrize(
     "arguments, named",
-    [
-        ("--ttft-p99 500", "'500' is not a time; give a number with its unit, such as 500ms or 0.5s"),
-        ("--ttft-p99 -1s", "expected one argument"),
-        ("--itl-mean 0ms", "'0ms' is not above 0"),
-        ("--rate 0", "the rate is 0.0"),
-        ("--rate 2,2", "names a rate twice"),
-        ("--rate a", "'a' is not of the form FLOAT,FLOAT"),
-        ("--burst 2", "--burst is 2"),
-        ("--block-size 16,17", "block_size is 17"),
-        ("--block-size 16,x", "'16,x' is not of the form INT,INT"),
-        ("--max-num-batched-tokens 64 --max-num-seqs 64", "max_num_batched_tokens is 64, but"),
-        ("--candidates 0", "0 is too small"),
-        ("--simulate /nowhere.json", "/nowhere.json"),
-        ("--trace x.jsonl", "this command takes one workload or trace"),
-        ("--record-itl", "unrecognized arguments"),
-    ],
+    {
+        "--ttft-p99 500": "'500' is not a time; give a number with its unit, such as 500ms or 0.5s",
+        "--ttft-p99 -1s": "expected one argument",
+        "--itl-mean 0ms": "'0ms' is not above 0",
+        "--rate 0": "the rate is 0.0",
+        "--rate 2,2": "names a rate twice",
+        "--rate a": "'a' is not of the form FLOAT,FLOAT",
+        "--burst 2": "--burst is 2",
+        "--block-size 16,17": "block_size is 17",
+        "--block-size 16,x": "'16,x' is not of the form INT,INT",
+        "--max-num-batched-tokens 64 --max-num-seqs 64": "max_num_batched_tokens is 64, but",
+        "--candidates 0": "0 is too small",
+        "--simulate /nowhere.json": "/nowhere.json",
+        "--trace x.jsonl": "this command takes one workload or trace",
+        "--record-itl": "unrecognized arguments",
+    }.items(),
 )
 def test_flags_that_make_no_sense_are_refused_before_anything_runs(engines, tune, output, arguments, named):
-    status, out, err = tune(arguments)
-    assert (status, out, engines.options) == (2, "", []) and named in err and "Traceback" not in err
-    assert not output.exists()
+    assert_refused(tune(arguments), named)
+    assert engines.options == [] and not output.exists()
 
 
 def test_a_seed_that_draws_nothing_is_refused(engines, tune, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt": [1], "output_tokens": 2}\n')
     for workload in ("--workload W", "--workload random:seed=3", f"--trace {trace}"):
-        status, _, err = tune("--seed 5", workload)
-        assert status == 2 and f"--seed is 5, but nothing is drawn with it: {workload.split()[1]} has" in err
+        named = f"--seed is 5, but nothing is drawn with it: {workload.split()[1]} has"
+        assert_refused(tune("--seed 5", workload), named)
         assert question_of(f"--seed 5 --rate 2 {workload}").workloads
     assert question_of("--seed 5 --workload random").workload.parameters["seed"] == 5
 
@@ -260,14 +251,13 @@ def test_real_traffic_keeps_its_bursts_at_every_rate(engines, tune):
 
 def test_a_workload_has_to_be_named_and_to_have_what_a_goal_is_about(engines, tune):
     assert "no workload: give --workload" in tune("", "")[2]
-    status, _, err = tune("--itl-p99 1ms", "--workload random:requests=3,output=1")
-    assert status == 2 and "leave goals on ITL out" in err
+    assert_refused(tune("--itl-p99 1ms", "--workload random:requests=3,output=1"), "leave goals on ITL out")
 
 
-def ended_after_one_measurement(arguments):
+def ended_after_one_measurement(line):
     """Run a command and terminate it; returns status, output and the processes that it had started."""
-    command = [sys.executable, "-m", "nanovllm.cli", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    arguments = [sys.executable, "-m", "nanovllm.cli", *words(line)]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     children = []
     for line in process.stderr:
         if "tokens/s" in line:
@@ -282,21 +272,20 @@ def ended_after_one_measurement(arguments):
 
 @pytest.mark.full
 @programs_are_forked()
-def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(tmp_path, output, capsys, monkeypatch):
-    folder = str(save_tiny(tmp_path / "model"))
-    line = "--workload random:requests=4,prompt=40,output=6,vocab=512 --repeats 1 --warm-ups 0 --max-model-len 128"
+def test_true_engines_are_measured_and_one_that_is_refused_is_a_row(folder, output, command, monkeypatch):
+    line = f"tune --model {folder} --workload random:requests=4,prompt=40,output=6,vocab=512 --repeats 1 --warm-ups 0"
     line += " --max-num-batched-tokens 128 --max-num-seqs 4 --block-size 16,64 --enforce-eager --num-kv-blocks 8"
-    arguments = words(f"{line} --device cpu --output {output}")
-    status, out, children = ended_after_one_measurement(["tune", "--model", folder, *arguments])
+    line += f" --max-model-len 128 --device cpu --output {output}"
+    status, out, children = ended_after_one_measurement(line)
     assert status == 130 and "interrupted; the measurements are in " in out and " all " in out
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
-    before = (output / "measurements.jsonl").read_text().splitlines()
+    journal = output / "measurements.jsonl"
+    before = journal.read_text().splitlines()
     assert len(before) == 2 and '"runs"' in before[1]
     # Threads are part of the environment, and must be those of the command's process above.
     monkeypatch.setattr(torch, "get_num_threads", lambda: json.loads(before[1])["runs"][0]["environment"]["threads"])
-    assert main(["tune", "--model", folder, *arguments]) == 0
-    assert (output / "measurements.jsonl").read_text().splitlines()[:2] == before
-    out = capsys.readouterr().out
+    status, out, _ = command(line)
+    assert status == 0 and journal.read_text().splitlines()[:2] == before
     assert "block 16: failed: the KV cache of 8 blocks of 16 tokens" in out and out.count("failed") == 1
     assert "recommended: --max-num-batched-tokens 128 --max-num-seqs 4 --block-size 64" in out
     result = result_in(output)

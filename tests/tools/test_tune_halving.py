@@ -1,7 +1,5 @@
 """`nanovllm tune`: the ranking of settings, and successive halving."""
 
-from collections import Counter
-
 import hypothesis
 import pytest
 from hypothesis import given
@@ -18,28 +16,35 @@ from tests.support.sweeps import ITL_40, TTFT_500, Machine, build_sweep, run, se
 # -------------------------------------------------------------------------------------------------------------- ranking
 
 
+def budgets(summaries):
+    return [summary.setting.values[0] for summary in summaries]
+
+
+def ranking(runs, *goals):
+    """Summaries of runs by their budgets, the best first."""
+    return ranked(summarise(setting(budget), [[of]], goals) for budget, of in runs.items())
+
+
 def test_the_most_tokens_among_those_that_keep_the_goals_come_first():
     runs = {256: run(500, itl=0.03), 512: run(600, itl=0.039), 1024: run(700, itl=0.041), 2048: run(800, itl=0.08)}
-    order = ranked(summarise(setting(budget), [[of]], [ITL_40]) for budget, of in runs.items())
-    assert [summary.setting.values[0] for summary in order] == [512, 256, 1024, 2048]
+    order = ranking(runs, ITL_40)
+    assert budgets(order) == [512, 256, 1024, 2048]
     assert [summary.keeps_goals for summary in order] == [True, True, False, False]
     assert order[-1].excess == pytest.approx(1.0)
 
 
 def test_with_as_many_tokens_the_one_furthest_from_the_limits_comes_first():
     runs = {256: run(595, itl=0.02), 512: run(600, itl=0.03), 1024: run(580, itl=0.001)}
-    order = ranked(summarise(setting(budget), [[of]], [ITL_40, TTFT_500]) for budget, of in runs.items())
-    assert [summary.setting.values[0] for summary in order] == [256, 512, 1024]  # 580 is 3.3 % below
-    without = ranked(summarise(setting(budget), [[of]], []) for budget, of in runs.items())
-    assert [summary.setting.values[0] for summary in without] == [256, 512, 1024]
+    for goals in ([ITL_40, TTFT_500], []):
+        assert budgets(ranking(runs, *goals)) == [256, 512, 1024]  # 580 is 3.3 % below
 
 
 def test_of_several_rates_the_fastest_that_keeps_the_goals_counts():
     points = [run(201, arrivals=1.0), run(200, arrivals=2.0, itl=0.039), run(300, arrivals=4.0, itl=0.05)]
     summary = summarise(setting(256), [points], [ITL_40])
-    assert (summary.best["rate"], summary.tokens_per_second, summary.keeps_goals) == (2.0, 200, True)
+    assert summary.best["rate"] == 2.0 and summary.tokens_per_second == 200 and summary.keeps_goals
     missed = summarise(setting(256), [points], [Goal("itl", "p99", 0.005)])
-    assert (missed.best["rate"], missed.keeps_goals) == (1.0, False)
+    assert missed.best["rate"] == 1.0 and not missed.keeps_goals
     assert missed.excess == pytest.approx(1.0)
 
 
@@ -80,8 +85,7 @@ def test_where_shares_rank_like_the_whole_halving_finds_the_best_setting(order, 
 def test_the_defaults_are_measured_in_every_round():
     runs = {setting(100 + n): run(100.0 * (1 + n)) for n in range(16)}
     machine = Machine(runs)
-    sweep = build_sweep(runs)
-    sweep.run(machine)
+    build_sweep(runs).run(machine)
     first = next(iter(runs))
     assert [(share, repeat) for of, share, repeat in machine.asked if of == first] == [
         (0.125, 0), (0.25, 0), (0.5, 0), (1.0, 0), (1.0, 1)
@@ -92,13 +96,13 @@ def test_the_defaults_are_measured_in_every_round():
 @pytest.mark.parametrize("slow", ["goal", "fixed"])
 def test_the_best_goal_and_the_best_fixed_budget_both_become_finalists(slow):
     goals = [setting(1024, block_size=block, itl_goal=0.036) for block in (16, 32, 64, 128)]
-    budgets = [setting(1024), *(setting(100 + n) for n in range(12))]
-    rates = {of: (100.0 if slow == "goal" else 400.0) + n for n, of in enumerate(goals)}
-    rates |= {of: (400.0 if slow == "goal" else 100.0) + n for n, of in enumerate(budgets)}
-    sweep = build_sweep({of: run(rates[of]) for of in (*budgets, *goals)})
-    sweep.run(Machine({of: run(rate) for of, rate in rates.items()}))
+    fixed = [setting(1024), *(setting(100 + n) for n in range(12))]
+    fast = goals if slow == "fixed" else fixed
+    runs = {of: run((400.0 if of in fast else 100.0) + n) for kind in (fixed, goals) for n, of in enumerate(kind)}
+    sweep = build_sweep(runs)
+    sweep.run(Machine(runs))
     finalists = {summary.setting for summary in sweep.finalists()}
-    assert goals[-1] in finalists and budgets[-1] in finalists and budgets[0] in finalists and len(finalists) <= 4
+    assert finalists >= {goals[-1], fixed[-1], fixed[0]} and len(finalists) <= 4
 
 
 def test_a_setting_that_fails_never_ends_the_sweep():
@@ -108,7 +112,8 @@ def test_a_setting_that_fails_never_ends_the_sweep():
     sweep.run(machine)
     assert sweep.failures == {first: "out of memory", best: "out of memory"}
     assert sweep.finalists()[0].setting == setting(106)
-    assert [Counter(of for of, _, _ in machine.asked)[of] for of in (best, first)] == [1, 1]
+    asked = [of for of, _, _ in machine.asked]
+    assert asked.count(best) == asked.count(first) == 1
     everything = build_sweep(runs)
     everything.run(Machine(runs, failing=tuple(runs)))
     assert everything.finalists() == [] and len(everything.failures) == 8
@@ -130,7 +135,7 @@ def test_a_setting_that_was_given_up_cannot_win_by_one_lucky_run():
     )  # fmt: skip
     # The finalists' medians are 300, 270 and 200; 103 was eliminated with 400.
     assert len(outcome.sweep.results[setting(103)][1.0]) == 1
-    assert [summary.setting.values[0] for summary in outcome.sweep.finalists()] == [101, 102, 100]
+    assert budgets(outcome.sweep.finalists()) == [101, 102, 100]
     rows = [line.split() for line in report.table(outcome).splitlines()]
     assert [row[1] for row in rows if row[0] == "->"] == ["101"]
 

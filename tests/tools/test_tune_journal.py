@@ -4,60 +4,71 @@ import pytest
 
 from nanovllm.tools.tune.halving import MeasurementError
 from nanovllm.tools.tune.journal import Journal
+from tests.support.refusals import invalid
 from tests.support.sweeps import run, setting
 
+# Setting, share, rates and repeat of two measurements.
+FIRST = setting(256), 0.5, [2.0], 0
+SECOND = setting(512), 0.5, [2.0], 0
 
-def test_what_was_measured_is_found_again(tmp_path):
-    path, question = tmp_path / "m.jsonl", {"model": "a", "rates": (1, 2)}
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "m.jsonl"
+
+
+@pytest.fixture
+def journal(path):
+    """A journal on disk with the first measurement."""
+    journal = Journal(path, {})
+    journal.add(*FIRST, runs=[run(100)])
+    return journal
+
+
+def test_what_was_measured_is_found_again(path):
+    question = {"model": "a", "rates": (1, 2)}
     journal = Journal(path, question)
-    journal.add(setting(256), 0.5, [2.0], 0, runs=[run(100)])
-    journal.add(setting(512), 0.5, [2.0], 0, failed="no memory")
+    journal.add(*FIRST, runs=[run(100)])
+    journal.add(*SECOND, failed="no memory")
     again = Journal(path, question)
-    assert again.find(setting(256), 0.5, [2.0], 0) == [run(100)]
+    assert again.find(*FIRST) == [run(100)]
     for absent in ((setting(256), 0.5, [2.0], 1), (setting(256), 1.0, [2.0], 0), (setting(256), 0.5, [3.0], 0)):
         assert again.find(*absent) is None
     with pytest.raises(MeasurementError, match="no memory"):
-        again.find(setting(512), 0.5, [2.0], 0)
+        again.find(*SECOND)
     retried = Journal(path, question, retry=True)
-    assert retried.find(setting(512), 0.5, [2.0], 0) is None
-    retried.add(setting(512), 0.5, [2.0], 0, runs=[run(5)])
-    assert Journal(path, question).find(setting(512), 0.5, [2.0], 0) == [run(5)]
+    assert retried.find(*SECOND) is None
+    retried.add(*SECOND, runs=[run(5)])
+    assert Journal(path, question).find(*SECOND) == [run(5)]
 
 
-def test_another_question_is_refused_with_what_differs(tmp_path):
-    path = tmp_path / "m.jsonl"
+def test_another_question_is_refused_with_what_differs(path):
     Journal(path, {"model": "a", "workload": {"name": "W", "requests": 64}, "warm_ups": 1})
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"another question.*workload\.requests was 64, and is 8; warm_ups was 1, and"):
+    with invalid(r"another question.*workload\.requests was 64, and is 8; warm_ups was 1, and"):
         Journal(path, {"model": "a", "workload": {"name": "W", "requests": 8}, "warm_ups": 2})
     assert path.read_bytes() == before
 
 
-def test_another_machine_is_refused(tmp_path):
-    journal = Journal(tmp_path / "m.jsonl", {})
-    journal.add(setting(256), 1.0, [None], 0, runs=[run(100)])
+def test_another_machine_is_refused(path, journal):
     journal.check_environment({"torch": "2", "gpu": None})
-    with pytest.raises(ValueError, match="torch was 2, and is 3"):
-        Journal(tmp_path / "m.jsonl", {}).check_environment({"torch": "3"})
-    with pytest.raises(ValueError, match="torch was 2, and is 3"):
-        journal.add(setting(512), 1.0, [None], 0, runs=[run(100) | {"environment": {"torch": "3"}}])
-    assert journal.find(setting(512), 1.0, [None], 0) is None
+    with invalid("torch was 2, and is 3"):
+        Journal(path, {}).check_environment({"torch": "3"})
+    with invalid("torch was 2, and is 3"):
+        journal.add(*SECOND, runs=[run(100) | {"environment": {"torch": "3"}}])
+    assert journal.find(*SECOND) is None
 
 
-def test_a_line_that_was_cut_off_is_measured_again(tmp_path):
-    path = tmp_path / "m.jsonl"
-    journal = Journal(path, {})
-    journal.add(setting(256), 1.0, [None], 0, runs=[run(100)])
-    journal.add(setting(512), 1.0, [None], 0, runs=[run(100)])
+def test_a_line_that_was_cut_off_is_measured_again(path, journal):
+    journal.add(*SECOND, runs=[run(100)])
     path.write_bytes(path.read_bytes()[:-40])
     again = Journal(path, {})
-    assert again.find(setting(256), 1.0, [None], 0) and again.find(setting(512), 1.0, [None], 0) is None
-    again.add(setting(512), 1.0, [None], 0, runs=[run(7)])
-    assert Journal(path, {}).find(setting(512), 1.0, [None], 0) == [run(7)]
+    assert again.find(*FIRST) and again.find(*SECOND) is None
+    again.add(*SECOND, runs=[run(7)])
+    assert Journal(path, {}).find(*SECOND) == [run(7)]
 
 
-def test_a_file_that_was_cut_off_within_its_first_line_is_begun_again(tmp_path):
-    path = tmp_path / "m.jsonl"
+def test_a_file_that_was_cut_off_within_its_first_line_is_begun_again(path):
     Journal(path, {"model": "a"})
     whole = path.read_text()
     for end in (0, 20, len(whole) - 1):
@@ -66,17 +77,15 @@ def test_a_file_that_was_cut_off_within_its_first_line_is_begun_again(tmp_path):
         assert path.read_text() == whole
 
 
-def test_what_is_installed_for_other_engines_makes_no_other_machine(tmp_path):
-    journal = Journal(tmp_path / "m.jsonl", {})
-    journal.add(setting(256), 1.0, [None], 0, runs=[run(100)])
+def test_what_is_installed_for_other_engines_makes_no_other_machine(journal):
     journal.check_environment({"torch": "2", "vllm": "1", "llama-cpp-python": "1"})
-    with pytest.raises(ValueError, match="numpy was None, and is 2"):
+    with invalid("numpy was None, and is 2"):
         journal.check_environment({"torch": "2", "numpy": "2"})
 
 
 @pytest.mark.parametrize("text", ["no JSON\n", '{"prompt": [1], "output_tokens": 2}\n', "[1]\n", "half a li"])
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path, text):
-    (tmp_path / "m.jsonl").write_text(text)
-    with pytest.raises(ValueError, match="is no record of `nanovllm tune`"):
-        Journal(tmp_path / "m.jsonl", {})
-    assert (tmp_path / "m.jsonl").read_text() == text
+def test_a_file_of_something_else_is_left_as_it_is(path, text):
+    path.write_text(text)
+    with invalid("is no record of `nanovllm tune`"):
+        Journal(path, {})
+    assert path.read_text() == text

@@ -25,16 +25,21 @@ def build_outcome(runs, *goals, failing=(), **about):
     return report.Outcome(sweep, Resolver("cpu", {}), question, {"torch": "2"}, **({"refused": []} | about))
 
 
+def advised(runs, *goals):
+    """Lines of the advice."""
+    return report.advice(build_outcome(runs, *goals)).splitlines()
+
+
 def test_the_advice_names_flags_and_numbers():
     runs = {setting(1024): run(500, itl=0.05), setting(256): run(400, itl=0.02), setting(512): run(450, itl=0.03)}
-    lines = report.advice(build_outcome(runs, ITL_40, TTFT_500)).splitlines()
+    lines = advised(runs, ITL_40, TTFT_500)
     assert lines[0] == "recommended: --max-num-batched-tokens 512 --max-num-seqs 16 --block-size 64"
     assert lines[1] == (
         "because: 450 tokens/s is the most of 2 settings measured on the whole workload that keep ITL p99 <= 40 ms "
         "(30 ms) and TTFT p99 <= 500 ms (100 ms); 10.0% less than the defaults (500 tokens/s), which miss the goals "
         "(ITL p99 +25%)"
     )
-    alone = report.advice(build_outcome(runs, Goal("itl", "p99", 0.025))).splitlines()[1]
+    alone = advised(runs, Goal("itl", "p99", 0.025))[1]
     assert "of 3 settings measured on the whole workload it alone keeps ITL p99 <= 25 ms (20 ms), with 400" in alone
     assert lines[2].startswith("measured 3 times: 450 to 450 tokens/s, 0.0% apart")
 
@@ -52,14 +57,14 @@ def test_a_busy_machine_is_reported_whichever_setting_showed_it():
 
 def test_where_nothing_keeps_the_goals_the_nearest_setting_is_named_with_what_it_misses():
     runs = {setting(1024): run(500, itl=0.08), setting(256): run(400, itl=0.05)}
-    lines = report.advice(build_outcome(runs, ITL_40, TTFT_500)).splitlines()
+    lines = advised(runs, ITL_40, TTFT_500)
     assert lines[0].startswith("no setting keeps the goals; the nearest: --max-num-batched-tokens 256")
     assert "ITL p99 is 50 ms, 25% above the goal of 40 ms" in lines[1]
 
 
 def test_settings_with_as_many_tokens_are_called_equal():
     runs = {setting(1024): run(500, itl=0.03), setting(256): run(499, itl=0.02)}
-    lines = report.advice(build_outcome(runs, ITL_40)).splitlines()
+    lines = advised(runs, ITL_40)
     assert "--max-num-batched-tokens 256" in lines[0]
     assert "the 2 with most tokens/s differ by less than 2%; it is furthest below the limits" in lines[1]
     arriving = {of: reported | {"rate": 4.0} for of, reported in runs.items()}

@@ -14,24 +14,28 @@ from nanovllm.tools.workloads.workloads import bursty, chat, poisson, random_req
 
 # ------------------------------------------------------------------------------------------------------------- settings
 
+RESOLVER = Resolver("cpu", {})
+WIDE = values_to_try("cpu", {}, longest_prompt=5000, most_at_once=1000, wide=True)
+UNSET = {name: [None] for name in SWEPT}
+
 
 def test_the_first_setting_is_the_engines_defaults():
     values = values_to_try("cpu", {}, longest_prompt=10, most_at_once=10, wide=False)
     assert values["max_num_seqs"] == [16]  # chosen, not set by the user
-    first = Resolver("cpu", {}).candidates(values).settings[0]
+    first = RESOLVER.candidates(values).settings[0]
     assert first.options == {
         "max_num_batched_tokens": 1024, "max_num_seqs": 64, "block_size": 64, "max_num_partial_prefills": 4,
         "max_long_partial_prefills": 1, "long_prefill_token_threshold": 512,
     }  # fmt: skip
-    pinned = Resolver("cpu", {}).candidates({**values, "block_size": [32]}, ["block_size"]).settings[0]
+    pinned = RESOLVER.candidates({**values, "block_size": [32]}, ["block_size"]).settings[0]
     assert pinned.options["block_size"] == 32 and pinned.options["max_num_batched_tokens"] == 1024
 
 
 def test_equivalent_combinations_are_one_setting_and_contradictions_are_reported():
-    values = {name: [None] for name in SWEPT} | {
+    values = UNSET | {
         "max_num_batched_tokens": [128, 1024], "max_num_seqs": [64, 128], "max_num_partial_prefills": [None, 4],
     }  # fmt: skip
-    candidates = Resolver("cpu", {}).candidates(values)
+    candidates = RESOLVER.candidates(values)
     # 128 with 64 sequences leaves 64 for a block; 128 with 128 leaves none. None and 4 are the same.
     assert [of.values[:3] for of in candidates.settings] == [(1024, 64, 64), (128, 64, 64), (1024, 128, 64)]
     ((options, why),) = candidates.refused
@@ -64,21 +68,19 @@ def test_limits_of_partial_prefills_are_tried_by_the_budgets_that_are_named():
 @hypothesis.settings(deadline=None)
 @given(st.integers(16, 5000), st.integers(1, 300), st.sampled_from([16, 32, 64]), st.integers(1, 9), st.integers(1, 9))
 def test_the_flags_of_a_setting_make_that_setting(budget, num_seqs, block_size, partial, long):
-    resolver = Resolver("cpu", {})
     options = {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs, "block_size": block_size}
     options |= {"max_num_partial_prefills": partial, "max_long_partial_prefills": long}
     try:
-        made = resolver.resolve(options)
+        made = RESOLVER.resolve(options)
     except ValueError:
         return
-    words = resolver.flags(made).split()
+    words = RESOLVER.flags(made).split()
     reported = {flag[2:].replace("-", "_"): int(value) for flag, value in zip(words[::2], words[1::2], strict=True)}
-    assert resolver.resolve(reported) == made
+    assert RESOLVER.resolve(reported) == made
 
 
 def test_a_sample_holds_the_first_and_every_value_about_equally_often():
-    values = values_to_try("cpu", {}, longest_prompt=5000, most_at_once=1000, wide=True)
-    settings = Resolver("cpu", {}).candidates(values).settings
+    settings = RESOLVER.candidates(WIDE).settings
     taken = sample(settings, 36)
     assert taken[0] == settings[0] and len(set(taken)) == 36 and set(taken) <= set(settings)
     for index, name in enumerate(SWEPT[:3]):
@@ -90,23 +92,21 @@ def test_a_sample_holds_the_first_and_every_value_about_equally_often():
 
 
 def test_a_goal_stands_for_every_budget_and_meets_the_other_values():
-    values = {name: [None] for name in SWEPT} | {"max_num_batched_tokens": [256, 512], "max_num_seqs": [32, 64]}
-    settings = Resolver("cpu", {}).candidates(values, itl_goals=[0.036]).settings
+    values = UNSET | {"max_num_batched_tokens": [256, 512], "max_num_seqs": [32, 64]}
+    settings = RESOLVER.candidates(values, itl_goals=[0.036]).settings
     assert [(of.values[:2], of.itl_goal) for of in settings] == [
         ((1024, 64), None), ((256, 32), None), ((256, 64), None), ((512, 32), None), ((512, 64), None),
         ((1024, 64), 0.036), ((1024, 32), 0.036),
     ]  # fmt: skip
-    pinned = Resolver("cpu", {}).candidates(values | {"max_num_batched_tokens": [512]}, SWEPT[:1], [0.036]).settings
+    pinned = RESOLVER.candidates(values | {"max_num_batched_tokens": [512]}, SWEPT[:1], [0.036]).settings
     assert {of.values[0] for of in pinned} == {512}
-    resolver = Resolver("cpu", {})
     flags = "--max-num-batched-tokens 1024 --max-num-seqs 64 --block-size 64 --itl-goal 36ms"
-    assert resolver.flags(settings[5]) == flags and "itl_goal" not in settings[0].options
-    assert resolver.varying(settings) == ["max_num_batched_tokens", "max_num_seqs", "itl_goal"]
+    assert RESOLVER.flags(settings[5]) == flags and "itl_goal" not in settings[0].options
+    assert RESOLVER.varying(settings) == ["max_num_batched_tokens", "max_num_seqs", "itl_goal"]
 
 
 def test_a_quarter_of_a_sample_has_a_goal():
-    values = values_to_try("cpu", {}, longest_prompt=5000, most_at_once=1000, wide=True)
-    settings = Resolver("cpu", {}).candidates(values, itl_goals=[0.036]).settings
+    settings = RESOLVER.candidates(WIDE, itl_goals=[0.036]).settings
     for count, num_goals in ((16, 4), (8, 2), (2, 1), (1, 0)):
         taken = sample(settings, count)
         goals = [of for of in taken if of.itl_goal is not None]
