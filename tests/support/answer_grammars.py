@@ -11,6 +11,18 @@ from nanovllm.serving.server.answers.reasoning import REASONING_FORMATS
 from nanovllm.serving.server.answers.tool_calls import FORMATS
 from tests.support.tiny_models import tiny_tokenizer
 
+# Markers that are plain tokens of a tokenizer, and those that are special ones.
+PLAIN = """
+    <think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value> <seed:tool_call>
+    </seed:tool_call> ◁think▷ ◁/think▷ <minimax:tool_call> </minimax:tool_call>
+"""
+SPECIAL = """
+    [TOOL_CALLS] <|channel|> <|message|> <|constrain|> <|start|> <|call|> <|return|> <|START_ACTION|> <|END_ACTION|>
+    <|tool_call> <tool_call|> <|"|> <|channel> <channel|> ｜DSML｜ <|tool_calls_section_begin|>
+    <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>
+    <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜>
+"""
+
 
 @functools.cache
 def setting_of(tools, reasoning="none", *, as_tokens=True):
@@ -23,20 +35,10 @@ class Setting:
     def __init__(self, tools, reasoning="none", *, as_tokens=True):
         self.tokenizer = tiny_tokenizer(eos_token="<|system|>")
         if as_tokens:
-            plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
-                     "</arg_value>", "<seed:tool_call>", "</seed:tool_call>", "◁think▷", "◁/think▷",
-                     "<minimax:tool_call>", "</minimax:tool_call>"]  # fmt: skip
-            special = ["[TOOL_CALLS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|call|>",
-                       "<|return|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call>", "<tool_call|>", '<|"|>',
-                       "<|channel>", "<channel|>",
-                       "｜DSML｜", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-                       "<|tool_call_begin|>",
-                       "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<｜tool▁calls▁begin｜>",
-                       "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
-                       "<｜tool▁call▁end｜>"]  # fmt: skip
+            special = SPECIAL.split()
             if tools == "mistral_args":
                 special += ["[ARGS]", "[CALL_ID]"]
-            self.tokenizer.add_tokens(plain)
+            self.tokenizer.add_tokens(PLAIN.split())
             self.tokenizer.add_special_tokens({"additional_special_tokens": special})
         self.form = AnswerFormat(
             REASONING_FORMATS[reasoning], FORMATS[tools.removesuffix("_args")], frozenset(["[TOOL_CALLS]", "[ARGS]"])

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.features.groups.block_checks import check_scheduler
+from tests.support.llms import GREEDY, OPTIONS, generate
+from tests.support.llms import shared_llm as offline
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=450)
 KINDS = ["cumulative", "delta", "final"]
 
@@ -31,14 +31,8 @@ def bounded(test):
     return run
 
 
-@functools.cache
-def offline():
-    """The offline engine over the same model."""
-    return LLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **OPTIONS)
-
-
 def answers(prompts, params=GREEDY):
-    outputs = offline().generate(prompts, params, use_tqdm=False)
+    outputs = generate(offline(), prompts, params)
     return [(output.outputs[0].token_ids, output.outputs[0].text) for output in outputs]
 
 
@@ -56,7 +50,7 @@ async def answer(stream, kind="cumulative"):
 
 async def assert_idle_and_whole(llm):
     stats = await llm.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert stats.num_running == 0 and stats.num_waiting == 0 and stats.num_used_blocks == 0
     await llm._run(lambda engine: check_scheduler(engine.scheduler))
     assert not llm._router._streams
 

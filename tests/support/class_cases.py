@@ -1,16 +1,13 @@
 """Prompts around the borders of tiny models' windows, answered by an engine under pressure and by `transformers`."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from nanovllm import LLM, SamplingParams
 from tests.support.class_outcomes import CHUNKS
+from tests.support.layer_kinds import own_answer
 from tests.support.tiny_classes import VOCAB_SIZE, WINDOW
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -76,32 +73,18 @@ def prompts_of(class_name):
 
 def own_answers(model, prompts, num_tokens):
     """The greedy tokens of the model's own `generate`."""
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=model.device)
-        with torch.no_grad():
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=num_tokens,
-                pad_token_id=0,
-            )
-        found.append(output[0, len(prompt) :].tolist())
-    return found
+    return [own_answer(model, prompt, num_tokens) for prompt in prompts]
 
 
 def open_case(model, case, *, tensor_parallel_size=1):
     """An engine of that case, over a module or a saved model's folder."""
+    options = case._asdict()
+    del options["is_warm"]
     return LLM(
         model,
+        **options,
         tokenizer=tiny_tokenizer() if isinstance(model, Path) else None,
         enforce_eager=case.attention_backend == "sdpa",
-        attention_backend=case.attention_backend,
-        block_size=case.block_size,
-        max_num_batched_tokens=case.max_num_batched_tokens,
-        num_kv_blocks=case.num_kv_blocks,
-        enable_prefix_caching=case.enable_prefix_caching,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
         tensor_parallel_size=tensor_parallel_size,

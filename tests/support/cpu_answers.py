@@ -1,8 +1,7 @@
 """Greedy answers on the CPU's own kernels, and those of `transformers`."""
 
-import torch
-
 from nanovllm import SamplingParams
+from tests.support.layer_kinds import own_answer
 from tests.support.tiny_models import random_prompts
 
 OPTIONS = {"block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -15,10 +14,4 @@ def tokens(llm):
 
 
 def by_transformers(model):
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        answers.append(full[0, len(prompt) :].tolist())
-    return answers
+    return [own_answer(model, prompt, 12, min_new_tokens=12) for prompt in PROMPTS]

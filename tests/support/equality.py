@@ -5,6 +5,7 @@ import random
 
 import torch
 
+from tests.support.layer_kinds import own_answer
 from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,11 +28,4 @@ def prompts():
 
 
 def reference(module, prompt):
-    with torch.no_grad():
-        inputs = torch.tensor([prompt], device=module.device)
-        # without a mask, generate treats the padding token within a prompt as padding
-        mask = torch.ones_like(inputs)
-        output = module.generate(
-            inputs, attention_mask=mask, do_sample=False, max_new_tokens=NUM_NEW_TOKENS, pad_token_id=0
-        )
-    return output[0, len(prompt) :].tolist()
+    return own_answer(module, prompt, NUM_NEW_TOKENS)

@@ -28,19 +28,11 @@ import pytest
 PR_SET_CHILD_SUBREAPER = 36
 HIGH = 512  # above the numbers of files that programs are promised
 # Variables that a fork heeds too. With another difference a program starts by itself: libraries read them at import.
-HEEDED = (
-    "PYTHONPATH",
-    "PYTHONSAFEPATH",
-    "PYTEST_CURRENT_TEST",
-    "TQDM_DISABLE",
-    "OMP_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "PIP_",
-    "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE",
-    "NANOVLLM_",
-)
-OF_TORCH = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "CUBLAS_", "TRITON_")  # which it sets itself when it compiles
+HEEDED = """
+    PYTHONPATH PYTHONSAFEPATH PYTEST_CURRENT_TEST TQDM_DISABLE OMP_NUM_THREADS CUDA_VISIBLE_DEVICES PIP_ HF_HUB_CACHE
+    HF_HUB_OFFLINE NANOVLLM_
+"""
+OF_TORCH = "TORCHINDUCTOR_ _TORCHINDUCTOR_ CUBLAS_ TRITON_"  # which it sets itself when it compiles
 EXECUTE = inspect.signature(subprocess.Popen._execute_child)
 
 
@@ -90,12 +82,13 @@ def _forking():
 def _can_fork(given, python, environment):
     command, env = given["args"], given["env"] or os.environ
     changed = {name for name, _ in dict(env).items() ^ environment.items()}
+    prefixes = tuple((HEEDED + OF_TORCH).split())
     return (
         isinstance(command, list)
         and command[:1] == [python]
         and command[1:2] in (["-c"], ["-m"])
         and not given["shell"]
-        and all(name.startswith(HEEDED + OF_TORCH) for name in changed)
+        and all(name.startswith(prefixes) for name in changed)
     )
 
 

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from nanovllm.attention import kv_formats
 from nanovllm.features.kv_fp8.fp8_format import CACHE_DTYPE, SCALE_BYTES, Fp8Format, write_rows
+from tests.support import layer_kinds
 from tests.support.paged_cases import PagedCase
 
 OPTION = {"kv_cache_dtype": "fp8"}
@@ -60,14 +61,10 @@ def own_answer(module, prompt, num_new_tokens):
 
     A layer that caches latents, from which it expands K and V at each use, has these rounded then.
     """
-    ids = torch.tensor([prompt], device=module.device)
     expanding = {type(part) for part in module.modules() if hasattr(part, "expand_kv")}
     with ExitStack() as stack:
         for kind in expanding:
             expand = kind.expand_kv
             stack.enter_context(mock.patch.object(kind, "expand_kv", lambda *a, of=expand: tuple(map(rounded, of(*a)))))
-        output = module.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new_tokens, do_sample=False, pad_token_id=0,
-            past_key_values=(DynamicCache if expanding else RoundedCache)(config=module.config),
-        )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
+        cache = (DynamicCache if expanding else RoundedCache)(config=module.config)
+        return layer_kinds.own_answer(module, prompt, num_new_tokens, past_key_values=cache)

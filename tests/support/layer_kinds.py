@@ -69,9 +69,8 @@ def expected(family, num_new_tokens):
     return [own_answer(model(family), prompt, num_new_tokens) for prompt in prompts()]
 
 
-def own_answer(module, prompt, num_new_tokens):
-    ids = torch.tensor([prompt])
-    output = module.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new_tokens, do_sample=False, pad_token_id=0
-    )
-    return output[0, len(prompt) :].tolist()
+def own_answer(module, prompt, num_new_tokens, **options):
+    ids = torch.tensor([prompt], device=module.device)
+    # Without a mask, it treats the padding token within a prompt as padding.
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0} | options
+    return module.generate(ids, max_new_tokens=num_new_tokens, **options)[0, len(prompt) :].tolist()

@@ -83,16 +83,26 @@ def _run_layer(
         if not count:
             continue
         layer.keys[rows.slot_mapping[row]], layer.values[rows.slot_mapping[row]] = key[row], value[row]
-        table = rows.tables[int(rows.table_starts[row]) :][:count].long()
-        slots = (table[:, None] * sizes.block_size + torch.arange(sizes.block_size, device=table.device)).flatten()
-        slots, groups = slots[: int(rows.positions[row]) + 1], sizes.num_heads // sizes.num_kv_heads
-        keys, values = (part[slots].float().repeat_interleave(groups, 1) for part in (layer.keys, layer.values))
-        weights = (torch.einsum("hd,thd->ht", query[row].float(), keys) * scaling).softmax(-1)
-        attended = torch.einsum("ht,thd->hd", weights, values).flatten().bfloat16()
-        output[row] = hidden[row] + _linear(attended, layer.o)
+        table = rows.tables[int(rows.table_starts[row]) :][:count]
+        slots = slots_of(table, sizes.block_size)[: int(rows.positions[row]) + 1]
+        attended = attend(query[row], layer.keys[slots], layer.values[slots], scaling)
+        output[row] = hidden[row] + _linear(attended.flatten().bfloat16(), layer.o)
     normed = _norm(output, layer.post_norm, layer.epsilons[1])
     inner = (silu(_linear(normed, layer.gate).float()) * _linear(normed, layer.up).float()).bfloat16()
     return torch.where(rows.block_counts[:, None] > 0, output + _linear(inner, layer.down), hidden)
+
+
+def slots_of(table, block_size):
+    """Slots of the blocks of a table, in order."""
+    return (table.long()[:, None] * block_size + torch.arange(block_size, device=table.device)).flatten()
+
+
+def attend(query, keys, values, scaling):
+    """[heads, head_dim] in float32 of one row over K and V [tokens, KV heads, head_dim]."""
+    groups = query.shape[0] // keys.shape[1]
+    keys, values = (part.float().repeat_interleave(groups, 1) for part in (keys, values))
+    weights = (torch.einsum("hd,thd->ht", query.float(), keys) * scaling).softmax(-1)
+    return torch.einsum("ht,thd->hd", weights, values)
 
 
 def _norm(states, weight, epsilon):

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 
 import torch
 
@@ -80,9 +81,16 @@ def check_engine(llm):
 
 def assert_idle_and_whole(llm):
     stats = llm.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert stats.num_running == 0 and stats.num_waiting == 0 and stats.num_used_blocks == 0
     assert stats.num_free_blocks == stats.num_blocks
     check_engine(llm)
+
+
+def comes_true(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.005)
 
 
 def ends_within(seconds, function):

@@ -5,7 +5,7 @@ import math
 import torch
 
 from nanovllm import SamplingParams
-from tests.support.tiny_models import random_prompts
+from tests.support.tiny_models import sharing_prompts
 
 
 def log_softmax(model, token_ids):
@@ -62,9 +62,6 @@ def assert_same_reports(reports, others, atol=1e-4):
 
 def mixed_requests():
     """Requests with and without log-probabilities, some with a shared prefix, with every change of logits."""
-    prompts = random_prompts(14, low=1, high=90, seed=6)
-    shared = random_prompts(1, low=48, high=48, seed=7)[0]
-    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
     options = [
         {"logprobs": 3, "prompt_logprobs": 2},
         {"temperature": 0.0},
@@ -74,4 +71,4 @@ def mixed_requests():
         {"logprobs": 1, "prompt_logprobs": 5, "min_tokens": 8, "stop_token_ids": range(100)},
         {"logprobs": 2, "n": 2, "prompt_logprobs": 1, "allowed_token_ids": range(50, 90)},
     ]
-    return prompts, [SamplingParams(seed=n, max_tokens=20, **options[n % 7]) for n in range(14)]
+    return sharing_prompts(14, seed=6), [SamplingParams(seed=n, max_tokens=20, **options[n % 7]) for n in range(14)]

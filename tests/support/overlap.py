@@ -4,16 +4,14 @@ import functools
 import random
 
 from nanovllm import SamplingParams
-from tests.support.tiny_models import VOCAB_SIZE, random_prompts
+from tests.support.tiny_models import VOCAB_SIZE, sharing_prompts
 
 
 @functools.cache
 def requests():
     """Some share a prefix; they end by length at every slot of a block, by stop tokens and by stop strings."""
     choice = random.Random(3)
-    shared = random_prompts(1, low=48, high=48, seed=5)[0]
-    prompts = random_prompts(24, low=1, high=90, seed=4)
-    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
+    prompts = sharing_prompts(24, seed=4)
     params = []
     for number in range(len(prompts)):
         options = {"temperature": 0.0 if number % 2 else 1.0, "max_tokens": choice.randint(1, 40)}

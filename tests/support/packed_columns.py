@@ -13,11 +13,12 @@ from tests.support.quantised_checkpoints import rewrite, small_llama
 GROUP = 128
 _INTERLEAVED = [0, 2, 4, 6, 1, 3, 5, 7]
 # form: the config's quantization_config
+_GPTQ = {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False, "checkpoint_format": "gptq"}
 FORMS = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False, "checkpoint_format": "gptq"},
-    "gptq act-order": {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": True, "checkpoint_format": "gptq"},
-    "gptq v2": {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": False, "checkpoint_format": "gptq_v2"},
-    "gptq 8 bits": {"quant_method": "gptq", "bits": 8, "sym": True, "desc_act": True, "checkpoint_format": "gptq"},
+    "gptq": _GPTQ,
+    "gptq act-order": _GPTQ | {"desc_act": True},
+    "gptq v2": _GPTQ | {"checkpoint_format": "gptq_v2"},
+    "gptq 8 bits": _GPTQ | {"bits": 8, "sym": True, "desc_act": True},
     "awq": {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"},
 }
 

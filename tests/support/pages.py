@@ -1,7 +1,5 @@
 """The documentation's pages: texts, tables, code, and fenced blocks with the notes in front of them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -39,6 +39,11 @@ _FP8 = {
     "mxfp8": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
 }
 LLAMA_FORMS = (*(form for form in _COMPRESSED if form != "ct-w3a16"), *_FP8)
+_OF_EXPERTS = {
+    "vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "max_position_embeddings": MAX_POSITIONS, "tie_word_embeddings": False,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}  # fmt: skip
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
 
 
@@ -50,24 +55,15 @@ def small_llama(**overrides):
 
 def small_moe(width=128):
     """A Qwen3 with four experts of this width a layer, two of them for each token, in bfloat16."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=256, moe_intermediate_size=width, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None,
-    )  # fmt: skip
-    return _widened(Qwen3MoeForCausalLM(config))
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": width, "head_dim": 64}
+    return _widened(Qwen3MoeForCausalLM(Qwen3MoeConfig(**_OF_EXPERTS, **sizes, num_experts=4)))
 
 
 def small_gpt_oss():
     """A GPT-OSS with four experts a layer, in bfloat16."""
-    config = GptOssConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
-        max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )  # fmt: skip
-    return _widened(GptOssForCausalLM(config))
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "head_dim": 32, "sliding_window": 16}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return _widened(GptOssForCausalLM(GptOssConfig(**_OF_EXPERTS, **sizes, num_local_experts=4, rope_parameters=rope)))
 
 
 def _widened(model):

@@ -48,7 +48,7 @@ class PairedWorker:
     """What `WorkerProcesses` is to an engine of two ranks on a CPU."""
 
     def __init__(self, orders, source, config, device_type):
-        assert (config.tensor_parallel_size, device_type) == (2, "cpu")
+        assert config.tensor_parallel_size == 2 and device_type == "cpu"
         self.num_threads = 1
         self._orders, self._is_closed = orders, False
         store = dist.TCPStore("127.0.0.1", 0, 2, True, COLLECTIVE_TIMEOUT, wait_for_workers=False)

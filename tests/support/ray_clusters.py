@@ -1,7 +1,6 @@
 """Nodes of a Ray cluster as processes of this machine, on loopback, small and without a dashboard."""
 
 import os
-import time
 from contextlib import contextmanager
 
 # Before ray is imported, and for the processes of its nodes.
@@ -46,10 +45,3 @@ def die(cluster):
     """End the node that is not the head as a power cut does: its processes are killed, nothing is handed over."""
     (node,) = cluster.worker_nodes
     cluster.remove_node(node, allow_graceful=False)
-
-
-def comes_true(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.1)

@@ -1,7 +1,5 @@
 """All between two layers' attention in plain PyTorch: the reference of `fast/kernels/dense_layer.py`."""
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 import torch

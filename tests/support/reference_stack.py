@@ -1,7 +1,5 @@
 """`fast/kernels/layer_stack.py` and decode attention in plain PyTorch, for tests without a GPU."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import numpy as np
@@ -10,7 +8,7 @@ import torch
 from nanovllm.fast.kernels.layer_stack import DecodeRows
 from nanovllm.fast.kernels.token_steps import PACKED_BYTES
 from nanovllm.sampler import DrawTensors, draw
-from tests.support.llama_layers import run_layers
+from tests.support.llama_layers import attend, run_layers, slots_of
 
 
 class ReferenceStack:
@@ -80,11 +78,7 @@ class DenseDecodes:
     def attend(self, query, keys, values, scaling, *_):
         output = torch.zeros_like(query)
         for row, count in enumerate(self.step.decode_blocks.tolist()):
-            table = self.step.tables[int(self.step.decode_tables[row]) :][:count].long()
-            slots = (table[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
-            slots = slots[: int(self.step.decode_positions[row]) + 1] if count else slots
-            groups = query.shape[1] // keys.shape[1]
-            own = [part[slots].float().repeat_interleave(groups, 1) for part in (keys, values)]
-            weights = (torch.einsum("hd,thd->ht", query[row].float(), own[0]) * scaling).softmax(-1)
-            output[row] = torch.einsum("ht,thd->hd", weights, own[1])
+            table = self.step.tables[int(self.step.decode_tables[row]) :][:count]
+            slots = slots_of(table, self._block_size)[: int(self.step.decode_positions[row]) + 1]
+            output[row] = attend(query[row], keys[slots], values[slots], scaling)
         return output

@@ -6,20 +6,14 @@ import os
 import signal
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
+from tests.support.llms import OPTIONS, comes_true
 from tests.support.tiny_models import save_tiny
 
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
 REPLICAS = OPTIONS | {"data_parallel_size": 2}
 STEPS = []
-# Arguments that are no features: the object itself, what a call is about, and bundles of options.
-ARGUMENTS = {
-    "self", "options", "sampling_params", "prompt", "messages", "token_ids", "add_special_tokens", "tools",
-    "template_options", "request_ids", "look", "use_tqdm",
-}  # fmt: skip
 ENDLESS = SamplingParams(seed=11, max_tokens=400, ignore_eos=True)
 
 
@@ -68,11 +62,7 @@ def busiest(llm):
     return max(llm.replicas(), key=lambda replica: replica.num_running).index
 
 
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
+wait_until = comes_true
 
 
 def all_up(llm):

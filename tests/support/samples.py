@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm import SamplingParams
-from tests.support.tiny_models import random_prompts
+from tests.support.tiny_models import sharing_prompts
 
 
 def tilted(token_ids, row):
@@ -11,9 +11,6 @@ def tilted(token_ids, row):
 
 
 def requests():
-    shared = random_prompts(1, low=48, high=48, seed=5)[0]
-    prompts = random_prompts(10, low=1, high=90, seed=4)
-    prompts = [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(prompts)]
     options = [
         {"n": 3, "top_p": 0.9},
         {"bad_words": ["e", "the", "question"], "logprobs": 2},
@@ -21,7 +18,7 @@ def requests():
         {"prompt_logprobs": 1, "frequency_penalty": 1.0, "min_p": 0.01},
         {"truncate_prompt_tokens": 30, "stop": ["o"], "include_stop_str_in_output": True, "n": 2},
     ]
-    return prompts, [SamplingParams(seed=n, max_tokens=12, **options[n % 5]) for n in range(10)]
+    return sharing_prompts(10, seed=4), [SamplingParams(seed=n, max_tokens=12, **options[n % 5]) for n in range(10)]
 
 
 def answers(outputs):

@@ -1,13 +1,10 @@
 """A server on a free loopback port, in a thread of this process, and clients for it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partialmethod
@@ -22,6 +19,7 @@ from nanovllm.serving.server.app import build_server, create_app
 from nanovllm.serving.server.lifecycle import DrainingServer
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
+from tests.support.llms import comes_true
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 MODEL = "tiny"
@@ -138,13 +136,6 @@ def run_in_subprocess(work):
     """Run `work` in a thread of its own: playwright's event loop may run in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
-
-
-def comes_true(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.005)
 
 
 def raw_stream(running, body, path="/v1/completions"):

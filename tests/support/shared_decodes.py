@@ -1,7 +1,5 @@
 """Steps of decodes whose block tables share beginnings, from their entries to the kernel, and their dense reference."""
 
-from __future__ import annotations
-
 import random
 from typing import NamedTuple
 

@@ -13,6 +13,7 @@ from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from nanovllm import LLM, StructuredOutput
+from tests.support.layer_kinds import own_answer
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 EOS = 3  # <|end|>
@@ -100,14 +101,8 @@ def grammar_of(kind):
 def reference(model, tokenizer, kind, prompt, max_tokens, *, eos=EOS, **options):
     """The greedy tokens of `transformers` with llguidance as its logits processor."""
     vocabulary = from_tokenizer(tokenizer, n_vocab=model.config.vocab_size, eos_token=eos)
-    inputs = torch.tensor([prompt])
-    with torch.no_grad():
-        output = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=max_tokens,
-            pad_token_id=eos, **options,
-            logits_processor=LogitsProcessorList([Grammar(vocabulary, grammar_of(kind), len(prompt))]),
-        )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
+    processors = LogitsProcessorList([Grammar(vocabulary, grammar_of(kind), len(prompt))])
+    return own_answer(model, prompt, max_tokens, pad_token_id=eos, logits_processor=processors, **options)
 
 
 def allowed(matcher):

@@ -19,60 +19,42 @@ MAX_POSITIONS = 512
 MAX_LAYERS = 4
 
 # What a field becomes, where the default configuration has it; None there stays None.
-_SIZES = (
-    dict.fromkeys(
-        ["hidden_size", "n_embd", "d_model", "embed_dim", "attention_hidden_size", "embedding_size",
-         "input_embedding_size", "output_embedding_size", "dim_model_base", "word_embed_proj_dim", "embedding_dim",
-         "emb_dim", "lru_width", "input_size", "backbone_hidden_size", "hidden_size_global"],
-        HIDDEN_SIZE,
+_SIZES = {
+    name: size
+    for size, names in (
+        (HIDDEN_SIZE, """hidden_size n_embd d_model embed_dim attention_hidden_size embedding_size input_embedding_size
+            output_embedding_size dim_model_base word_embed_proj_dim embedding_dim emb_dim lru_width input_size
+            backbone_hidden_size hidden_size_global"""),
+        (64, """intermediate_size n_inner ffn_dim d_ff dim_ff dff d_inner decoder_ffn_dim encoder_ffn_dim
+            intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size
+            shared_experts_intermediate_size dense_intermediate_size expert_ffn_hidden_size ffn_hidden_size
+            feed_forward_size moe_shared_expert_intermediate_size dense_ffn_hidden_size router_hidden_size
+            mamba_d_ssm"""),
+        (NUM_HEADS, """num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads
+            encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads
+            linear_num_heads linear_num_value_heads conf_num_attention_heads"""),
+        (2, """num_key_value_heads kv_n_heads swa_num_key_value_heads num_global_key_value_heads linear_num_key_heads
+            num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k encoder_layers
+            num_encoder_layers index_n_heads zero_expert_num"""),
+        (HEAD_DIM, """head_dim dim_head d_head swa_head_dim v_head_dim kv_channels qk_nope_head_dim d_kv
+            attention_head_size attention_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim
+            index_head_dim ssm_state_size state_size mamba_d_state mamba_head_dim mamba_d_head mamba_headdim
+            swa_v_head_dim qk_rope_head_dim"""),
+        (32, """q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank adapter_rank laurel_rank
+            hidden_size_per_layer_input ple_embed_dim hc_lowrank d_rel"""),
+        (4, "num_local_experts num_experts n_routed_experts moe_num_experts"),
+        (1, """n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts
+            first_k_dense_replace num_dense_layers depth conf_num_hidden_layers num_global_layers"""),
+        (WINDOW, """sliding_window attention_chunk_size sliding_window_size window_size local_attention
+            keep_window_size local_attention_window_len attention_window_size index_topk"""),
+        (MAX_POSITIONS, """max_position_embeddings n_positions n_ctx max_sequence_length max_seq_len model_max_length
+            max_target_positions context_length"""),
+        (VOCAB_SIZE, "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+        (8, "chunk_size mamba_chunk_size rotary_dim"),
     )
-    | dict.fromkeys(
-        ["intermediate_size", "n_inner", "ffn_dim", "d_ff", "dim_ff", "dff", "d_inner", "decoder_ffn_dim",
-         "encoder_ffn_dim", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size",
-         "shared_intermediate_size", "shared_experts_intermediate_size", "dense_intermediate_size",
-         "expert_ffn_hidden_size", "ffn_hidden_size", "feed_forward_size", "moe_shared_expert_intermediate_size",
-         "dense_ffn_hidden_size", "router_hidden_size", "mamba_d_ssm"],
-        64,
-    )
-    | dict.fromkeys(
-        ["num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
-         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
-         "swa_num_attention_heads", "linear_num_heads", "linear_num_value_heads", "conf_num_attention_heads"],
-        NUM_HEADS,
-    )
-    | dict.fromkeys(
-        ["num_key_value_heads", "kv_n_heads", "swa_num_key_value_heads", "num_global_key_value_heads",
-         "linear_num_key_heads", "num_kv_heads"],
-        2,
-    )
-    | dict.fromkeys(
-        ["head_dim", "dim_head", "d_head", "swa_head_dim", "v_head_dim", "kv_channels", "qk_nope_head_dim", "d_kv",
-         "attention_head_size", "attention_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim",
-         "index_head_dim", "ssm_state_size", "state_size", "mamba_d_state", "mamba_head_dim", "mamba_d_head",
-         "mamba_headdim", "swa_v_head_dim"],
-        HEAD_DIM,
-    )
-    | {"rotary_dim": 8, "qk_rope_head_dim": HEAD_DIM}
-    | dict.fromkeys(["q_lora_rank", "kv_lora_rank", "o_lora_rank", "gated_norm_rank", "adapter_rank", "laurel_rank",
-                     "hidden_size_per_layer_input", "ple_embed_dim", "hc_lowrank", "d_rel"], 32)
-    | dict.fromkeys(["num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"], 4)
-    | dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"], 2)
-    | dict.fromkeys(["n_group", "topk_group", "num_expert_group", "n_shared_experts", "num_shared_experts",
-                     "moe_num_shared_experts", "first_k_dense_replace", "num_dense_layers"], 1)
-    | dict.fromkeys(["sliding_window", "attention_chunk_size", "sliding_window_size", "window_size", "local_attention",
-                     "keep_window_size", "local_attention_window_len", "attention_window_size",
-                     "index_topk"], WINDOW)
-    | dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len",
-                     "model_max_length", "max_target_positions", "context_length"], MAX_POSITIONS)
-    | dict.fromkeys(["encoder_layers", "num_encoder_layers"], 2)
-    | dict.fromkeys(["depth", "conf_num_hidden_layers", "num_global_layers"], 1)
-    | dict.fromkeys(["vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"],
-                    VOCAB_SIZE)
-    | dict.fromkeys(["index_n_heads", "zero_expert_num"], 2)
-    | dict.fromkeys(["chunk_size", "mamba_chunk_size"], 8)
-)  # fmt: skip
+    for name in names.split()
+}  # fmt: skip
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
-_OF_OTHER_MODALITIES = ("vision", "audio", "speech", "image", "encoder", "vq")
 
 
 def tiny_config(model_class):
@@ -142,6 +124,17 @@ _LONG_ROPE = {
     "original_max_position_embeddings": MAX_POSITIONS // 2,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_ZAMBA = {
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_hidden_layers": 4,
+    "attention_hidden_size": 2 * HIDDEN_SIZE,
+    "attention_head_dim": 2 * HEAD_DIM,
+}
+_SHARED_LAYERS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
 # Fields without which the default configuration itself fails.
 _NEEDED = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
@@ -158,20 +151,12 @@ _OWN = {
     "dots3_note_text": {"num_key_value_heads": NUM_HEADS},
     "emu3_text_model": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 128},
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
+    "gemma3n_text": _SHARED_LAYERS
+    | {
         "intermediate_size": [64] * 4,
         "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     },
-    "gemma4_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "global_head_dim": 2 * HEAD_DIM,
-        "pad_token_id": 0,
-    },
+    "gemma4_text": _SHARED_LAYERS | {"global_head_dim": 2 * HEAD_DIM, "pad_token_id": 0},
     "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM, "pad_token_id": 0},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": HEAD_DIM},
@@ -196,18 +181,8 @@ _OWN = {
         "indexer_budget": WINDOW,
         "indexer_compress_ratio": 2,
     },
-    "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "num_hidden_layers": 4,
-        "attention_hidden_size": 2 * HIDDEN_SIZE,
-        "attention_head_dim": 2 * HEAD_DIM,
-    },
-    "zamba2": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "num_hidden_layers": 4,
-        "attention_hidden_size": 2 * HIDDEN_SIZE,
-        "attention_head_dim": 2 * HEAD_DIM,
-    },
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA,
     "zaya": {"num_experts_per_tok": 1},
 }
 

@@ -115,7 +115,7 @@ def _write(writer, name, parameter, kind, order):
 
 def _metadata(config):
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    fields = {
+    return {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -127,7 +127,6 @@ def _metadata(config):
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(rope["rope_theta"]),
     }
-    return fields
 
 
 def _add(writer, key, value):

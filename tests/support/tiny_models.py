@@ -172,6 +172,13 @@ def random_prompts(count, *, low=4, high=64, seed=0):
     return [torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
+def sharing_prompts(count, *, seed):
+    """Random prompts, each third of which begins with the same three blocks."""
+    (shared,) = random_prompts(1, low=48, high=48, seed=seed + 1)
+    own = random_prompts(count, low=1, high=90, seed=seed)
+    return [shared + prompt if number % 3 == 0 else prompt for number, prompt in enumerate(own)]
+
+
 def favour_next_tokens(model):
     """Replace the model's forward by one whose logits depend on the rows' tokens beside their hidden states."""
     forward, size = model.forward, model.get_input_embeddings().num_embeddings

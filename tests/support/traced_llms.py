@@ -1,9 +1,9 @@
 """An `LLM` over the tiny model that writes a trace."""
 
-from nanovllm import LLM, SamplingParams
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from nanovllm import SamplingParams
+from tests.support import llms
 
-OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+OPTIONS = llms.OPTIONS
 
 
 def params(max_tokens=12, **options):
@@ -11,4 +11,4 @@ def params(max_tokens=12, **options):
 
 
 def open_llm(trace, **options):
-    return LLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), trace=trace, **(OPTIONS | options))
+    return llms.open_llm(trace=trace, **options)

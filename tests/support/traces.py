@@ -1,8 +1,6 @@
 """Reader of traces, independent of the package's own; checks the invariants of a trace, and
 simulates large ones."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import defaultdict
