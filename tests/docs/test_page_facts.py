@@ -183,13 +183,13 @@ def test_the_container_runs_the_commands_of_the_pages():
     lines = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ").split("\n")
     found = [line.split(maxsplit=1) for line in lines if line.strip()]
     assert {name for name, _ in found} == {"FROM", "RUN", "WORKDIR", "COPY", "USER", "EXPOSE", "ENTRYPOINT"}
-    steps = [(name, value) for name, value in found]
-    assert steps[0][0] == "FROM" and steps[0][1].startswith("python:3.")
-    for _, sources in (step for step in steps if step[0] == "COPY"):
-        assert all((ROOT / source).exists() for source in sources.split()[:-1]), sources
-    (users,) = (value for name, value in steps if name == "USER")
-    runs = [command for name, value in steps if name == "RUN" for command in commands(value)]
-    assert ["useradd", "--create-home", users] in runs
+    assert found[0][0] == "FROM" and found[0][1].startswith("python:3.")
+    steps = dict(found)
+    for name, value in found:
+        sources = value.split()[:-1] if name == "COPY" else []
+        assert all((ROOT / source).exists() for source in sources), value
+    runs = [command for name, value in found if name == "RUN" for command in commands(value)]
+    assert ["useradd", "--create-home", steps["USER"]] in runs
     pip = [[word for word in command if word != "--no-cache-dir"] for command in runs if command[0] == "pip"]
     (install,) = (snippet for snippet in snippets("README.md") if ".[serve]" in snippet.text)
     assert pip == [command for command in commands(install.text) if command[0] == "pip"]
@@ -197,9 +197,9 @@ def test_the_container_runs_the_commands_of_the_pages():
     assert "ensure_default_model()" in program
     exec(program, {})
     assert ensure_default_model().exists()
-    entry = json.loads(dict(steps)["ENTRYPOINT"])
-    assert entry[0] == "nanovllm" and is_valid(entry[1:])
-    assert int(dict(steps)["EXPOSE"]) == ServerSettings().port
+    program, *arguments = json.loads(steps["ENTRYPOINT"])
+    assert program == "nanovllm" and is_valid(arguments)
+    assert int(steps["EXPOSE"]) == ServerSettings().port
     (page,) = (snippet for snippet in snippets("docs/guide/production.md") if "podman" in snippet.text)
     assert all(command in text for command in page.text.splitlines())
     assert int(re.search(r"--stop-timeout (\d+)", text)[1]) >= ServerSettings().drain_timeout + 5

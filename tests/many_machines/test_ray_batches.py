@@ -16,7 +16,8 @@ import ray
 import nanovllm.ray
 from nanovllm import LLM, SamplingParams
 from nanovllm.ray.batches import Stage, row_seed
-from tests.support.ray_clusters import ENGINE, NODE_CPUS, comes_true, die, join
+from tests.support.llms import comes_true
+from tests.support.ray_clusters import ENGINE, NODE_CPUS, die, join
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
@@ -69,6 +70,16 @@ def texts(rows):
     return by_id
 
 
+def staged(model, rows):
+    """What a stage makes of these rows."""
+
+    async def generate():
+        stage = Stage(model, sampling_params={"max_tokens": 5}, **OPTIONS)
+        return (await anext(stage(pa.Table.from_pylist(rows)))).to_pylist()
+
+    return asyncio.run(generate())
+
+
 def test_a_bad_row_is_told_in_its_row(model):
     chat = [{"role": "user", "content": "What is two and two?"}]
     given = [
@@ -79,13 +90,7 @@ def test_a_bad_row_is_told_in_its_row(model):
         (None, None, None),
     ]
     names = "id", "prompt", "messages", "sampling_params"
-    rows = [dict(zip(names, (number, *row), strict=True)) for number, row in enumerate(given)]
-
-    async def generate():
-        stage = Stage(model, sampling_params={"max_tokens": 5}, **OPTIONS)
-        return (await anext(stage(pa.Table.from_pylist(rows)))).to_pylist()
-
-    found = asyncio.run(generate())
+    found = staged(model, [dict(zip(names, (number, *row), strict=True)) for number, row in enumerate(given)])
     assert [None if row["token_ids"] is None else len(row["token_ids"]) for row in found] == [None, 5, 3, None, None]
     assert [row["finish_reason"] for row in found] == [None, "length", "length", None, None]
     assert [row["error"] is None for row in found] == [False, True, True, False, False]
@@ -103,17 +108,12 @@ def test_options_that_are_structs_are_without_the_fields_of_other_rows(tmp_path)
         {"structured_output": {"json_schema": json.dumps(schema)}, "max_tokens": 40},
         {"structured_output": {"json_schema": schema}},
     ]
-
-    async def generate(given):
-        rows = [{"id": n, "prompt": "Once", "sampling_params": each} for n, each in enumerate(given)]
-        stage = Stage(model, sampling_params={"max_tokens": 5}, **OPTIONS)
-        return (await anext(stage(pa.Table.from_pylist(rows)))).to_pylist()
-
-    found = asyncio.run(generate(given[:5]))
+    rows = [{"id": n, "prompt": "Once", "sampling_params": each} for n, each in enumerate(given)]
+    found = staged(model, rows[:5])
     assert [row["error"] for row in found] == [None] * 5
     assert (found[0]["token_ids"], found[1]["token_ids"]) == ([5, 5], [7, 7])
     assert re.fullmatch("[0-9]{3}", found[2]["text"]) and set(json.loads(found[4]["text"])) == {"x"}
-    (found,) = asyncio.run(generate(given[5:]))
+    (found,) = staged(model, rows[5:])
     assert "json_schema of a row is a struct" in found["error"]
 
 

@@ -36,24 +36,17 @@ def test_an_address_that_does_not_answer_is_an_error_before_anything_is_loaded()
     assert loaded == "[]"
 
 
-@pytest.mark.parametrize(("options", "error", "says"), [
-    ({"port": 80}, ValueError, "port cannot be set for an application on Ray: .*http_options"),
-    ({"ui": True}, ValueError, "ui cannot be set for an application on Ray"),
-    ({"colour": 1}, TypeError, "'colour' is not an option of the server"),
-], ids=["port", "ui", "unknown"])  # fmt: skip
-def test_options_of_the_listener_are_refused(options, error, says):
-    with pytest.raises(error, match=says):
-        nanovllm.ray.app(server=options)
-
-
 @pytest.mark.parametrize(("arguments", "error", "says"), [
+    ({"server": {"port": 80}}, ValueError, "port cannot be set for an application on Ray: .*http_options"),
+    ({"server": {"ui": True}}, ValueError, "ui cannot be set for an application on Ray"),
+    ({"server": {"colour": 1}}, TypeError, "'colour' is not an option of the server"),
     ({"num_replicas": 0}, ValueError, "num_replicas is 0; it must be at least 1"),
     ({"num_replicas": 2, "autoscaling_config": {}}, ValueError, "Give one of them"),
     ({"data_parallel_size": 2}, ValueError, "Set num_replicas"),
     ({"routing": "nearest"}, ValueError, "routing is 'nearest'; it must be one of round-robin"),
     ({"max_num_seq": 2}, TypeError, "max_num_seq"),
-    ({"model": object()}, TypeError, "a folder or a hub id"),
-], ids=["none", "both", "replicas", "routing", "engine", "module"])  # fmt: skip
+    ({"model": 7}, TypeError, "a folder or a hub id"),
+], ids=str)  # fmt: skip
 def test_bad_arguments_of_an_application_are_refused(arguments, error, says):
     with pytest.raises(error, match=says):
         nanovllm.ray.app(**arguments)
@@ -69,7 +62,7 @@ def test_arguments_of_the_command_line_are_read_as_json():
     ({"concurrency": (2, 1)}, ValueError, "concurrency is 1; it must be at least 2"),
     ({"sampling_params": {"temperature": -1}}, ValueError, "temperature is -1"),
     ({"max_num_seq": 2}, TypeError, "max_num_seq"),
-], ids=["batch", "concurrency", "sampling", "engine"])  # fmt: skip
+], ids=str)  # fmt: skip
 def test_bad_arguments_of_a_stage_are_refused(arguments, error, says):
     with pytest.raises(error, match=says):
         nanovllm.ray.stage(**arguments)

@@ -232,38 +232,38 @@ def assert_same(found, expected, where):
         assert found == expected, where
 
 
-def test_answers_are_token_for_token_the_same_though_replicas_die_in_the_middle(folder):
-    deaths = ["second", "first"]
+def assert_answers_survive(folder, num_deaths, num_reports, **options):
+    """Replicas die so often, after so many reports each, and every answer is that of replicas that live."""
+    deaths = iter(range(num_deaths))
 
-    def kills(num_reports, token_ids):
-        return num_reports == 100 and bool(deaths) and bool(deaths.pop())
+    def kills(num_reports_now, token_ids):
+        return num_reports_now == num_reports and next(deaths, None) is not None
 
     undisturbed, _ = answers(folder, list(REQUESTS.values()))
-    found, handle = answers(folder, list(REQUESTS.values()), kills)
-    assert handle.num_deaths == 2
+    found, handle = answers(folder, list(REQUESTS.values()), kills, **options)
+    assert handle.num_deaths == num_deaths
     for name, response, expected in zip(REQUESTS, found, undisturbed, strict=True):
         assert_same(joined(response), joined(expected), name)
 
 
+def test_answers_are_token_for_token_the_same_though_replicas_die_in_the_middle(folder):
+    assert_answers_survive(folder, num_deaths=2, num_reports=100)
+
+
 @pytest.mark.parametrize(("source", "least"), [("suffix", 1), ("draft", 100)])  # random text hardly repeats
 def test_replicas_with_drafts_answer_as_those_without_though_one_dies_in_the_middle(folder, monkeypatch, source, least):
-    accepted, deaths, add = [], ["first"], SpeculationCounts.add
+    accepted = []
+    add = SpeculationCounts.add
 
     def counted(self, source, num_drafted, num_accepted):
         accepted.append(num_accepted)
         add(self, source, num_drafted, num_accepted)
 
-    def kills(num_reports, token_ids):
-        return num_reports == 30 and bool(deaths) and bool(deaths.pop())
-
-    undisturbed, _ = answers(folder, list(REQUESTS.values()))
     monkeypatch.setattr(SpeculationCounts, "add", counted)
     monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     drafts = {"speculation": source} | ({"draft_model": folder} if source == "draft" else {})
-    found, handle = answers(folder, list(REQUESTS.values()), kills, **drafts)
-    assert handle.num_deaths == 1 and sum(accepted) >= least
-    for name, response, expected in zip(REQUESTS, found, undisturbed, strict=True):
-        assert_same(joined(response), joined(expected), name)
+    assert_answers_survive(folder, num_deaths=1, num_reports=30, **drafts)
+    assert sum(accepted) >= least
 
 
 def test_embeddings_and_the_other_interfaces_are_answered(folder):
