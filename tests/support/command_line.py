@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
@@ -13,13 +15,19 @@ def words(line):
     return shlex.split(line)
 
 
+def python(*arguments, **options):
+    """Another process of this Python, run to its end; its output is text."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
 ENGINE = words("--enforce-eager --block-size 16 --num-kv-blocks 65 --max-model-len 256")
 SHORT = words("--max-tokens 6")
 
 
-def command_parsers():
-    """The parser of each command, by its name."""
-    (commands,) = (action for action in main._parser()._actions if action.dest == "command")
+def command_parsers(arguments=()):
+    """The parser of each command, by its name; that of the command in the first argument, if there is one."""
+    (commands,) = (action for action in main._parser(arguments)._actions if action.dest == "command")
     return dict(commands.choices)
 
 

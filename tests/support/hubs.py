@@ -87,12 +87,19 @@ def serving(models):
         thread.join()
 
 
+def snapshot(cache, name):
+    """A folder for the files of a model in a cache."""
+    model = cache / f"models--{name.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    found = model / "snapshots" / COMMIT
+    found.mkdir(parents=True)
+    return found
+
+
 def cached(folder, cache, name="own/tiny"):
     """A cache that has the model of a folder."""
-    model = cache / f"models--{name.replace('/', '--')}"
-    shutil.copytree(folder, model / "snapshots" / COMMIT)
-    (model / "refs").mkdir()
-    (model / "refs" / "main").write_text(COMMIT)
+    shutil.copytree(folder, snapshot(cache, name), dirs_exist_ok=True)
     return cache
 
 

@@ -1,12 +1,15 @@
 """Settings, runs, machines and sweeps for tests of `nanovllm tune`."""
 
+import json
+
 from nanovllm.features.costs.cost_model import CostModel, DeviceCost, HostCost
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.tools.simulate.calibration import Calibration
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.tune.goals import Goal
 from nanovllm.tools.tune.halving import MeasurementError, Sweep, rounds_for
-from nanovllm.tools.tune.settings import Resolver
+from nanovllm.tools.tune.settings import SWEPT, Resolver
+from nanovllm.tools.workloads.files import read_trace
 
 ITL_40 = Goal("itl", "p99", 0.04)
 TTFT_500 = Goal("ttft", "p99", 0.5)
@@ -58,3 +61,25 @@ def as_played(workload, options):
     seconds = max(metrics.finished_time for metrics in simulation.requests)
     rate = workload.num_output_tokens / seconds
     return simulation.figures() | {"seconds": seconds, "output_tokens_per_second": rate}
+
+
+class Engines:
+    """In the place of engine processes: simulations, which note options; a budget of 512 tokens kills them."""
+
+    def __init__(self):
+        self.options = []
+        self.interrupt_at = None
+
+    def run_in_subprocess(self, engine, traces, settings, folder):
+        if len(self.options) == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.options.append(engine.options)
+        if engine.options["max_num_batched_tokens"] == 512:
+            raise RuntimeError("nanovllm: its process ended with -9\n")
+        about = {"environment": {"torch": "9", "cores": None}, "config": engine.options}
+        limits = {name: value for name, value in engine.options.items() if name in (*SWEPT, "itl_goal")}
+        return [as_played(read_trace(trace), limits) | about for trace in traces]
+
+
+def result_in(output):
+    return json.loads((output / "result.json").read_text())

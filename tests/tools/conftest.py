@@ -7,6 +7,7 @@ import pytest
 
 from nanovllm.cli.main import main
 from tests.support.command_line import ENGINE, records, words
+from tests.support.sweeps import Engines
 from tests.support.tiny_models import save_tiny
 
 
@@ -57,6 +58,21 @@ def answers(run):
         return records(out)
 
     return answers
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that `tune` measures, which are simulations."""
+    engines = Engines()
+    monkeypatch.setattr("nanovllm.cli.tune.environment", lambda: {"torch": "9", "threads": None})
+    monkeypatch.setattr("nanovllm.tools.tune.measuring.run_in_subprocess", engines.run_in_subprocess)
+    return engines
+
+
+@pytest.fixture
+def output(tmp_path):
+    """Where `tune` writes."""
+    return tmp_path / "t"
 
 
 @pytest.fixture

@@ -70,20 +70,13 @@ def test_a_calibration_is_read_as_it_was_written(stored):
     assert Calibration.load(stored) == CALIBRATION
 
 
-def test_a_calibration_of_several_ranks_carries_their_number(tmp_path):
-    replace(CALIBRATION, tensor_parallel_size=2).save(tmp_path / "two.json")
-    two = Calibration.load(tmp_path / "two.json")
-    assert two.resolve(EngineConfig()).tensor_parallel_size == 2
-    for calibration, size in ((two, 4), (CALIBRATION, 2)):
-        with invalid(rf"tensor_parallel_size=\d, and tensor_parallel_size={size} is asked for"):
-            calibration.resolve(EngineConfig(tensor_parallel_size=size))
-
-
-def test_a_calibration_is_of_one_form_of_k_and_v(tmp_path):
-    replace(CALIBRATION, kv_cache_dtype="fp8").save(tmp_path / "fp8.json")
-    assert Calibration.load(tmp_path / "fp8.json").resolve(EngineConfig()).kv_cache_dtype == "fp8"
-    with invalid("of kv_cache_dtype='auto', and kv_cache_dtype='fp8' is asked for"):
-        CALIBRATION.resolve(EngineConfig(kv_cache_dtype="fp8"))
+@pytest.mark.parametrize("name, value", {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"}.items())
+def test_a_calibration_is_of_one_number_of_ranks_and_one_form_of_k_and_v(tmp_path, name, value):
+    path = tmp_path / "other.json"
+    replace(CALIBRATION, **{name: value}).save(path)
+    assert getattr(Calibration.load(path).resolve(EngineConfig()), name) == value
+    with invalid(f"of {name}=.*, and {name}={value!r} is asked for"):
+        CALIBRATION.resolve(EngineConfig(**{name: value}))
 
 
 def test_options_resolve_as_on_the_measured_engine():

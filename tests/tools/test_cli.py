@@ -1,7 +1,6 @@
 """The command line: errors in one line, every option a flag, and the module as a program."""
 
 import dataclasses
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.cli.chat import NOT_FOR_CHAT
 from nanovllm.features.structured_output import KINDS
 from nanovllm.models.default_model import DEFAULT_MODEL
-from tests.support.command_line import assert_refused
+from tests.support.command_line import assert_refused, python
 
 # --------------------------------------------------------------------------------------------------------------- errors
 
@@ -156,5 +155,5 @@ def test_the_version_is_shown(command):
 
 def test_help_does_not_wait_for_torch():
     code = "import sys\nfrom nanovllm.cli import main\nmain._parser().format_help()\nassert 'torch' not in sys.modules"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    child = python("-c", code)
     assert child.returncode == 0, child.stderr

@@ -3,14 +3,13 @@
 import dataclasses
 import inspect
 import json
-import subprocess
-import sys
 
 import pytest
 
 from nanovllm import EngineConfig, SamplingParams
 from nanovllm.cli import main
 from nanovllm.serving.server.settings import ServerSettings
+from tests.support.command_line import command_parsers, python
 
 PROGRAM = """
 import json
@@ -25,8 +24,7 @@ print(json.dumps({
 
 def help_of_each_flag(*options):
     """Of every command's flags and arguments, by a Python with these options of its own."""
-    command = [sys.executable, *options, "-c", PROGRAM]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    return json.loads(python(*options, "-c", PROGRAM, check=True).stdout)
 
 
 def test_python_without_docstrings_gives_every_flag_the_same_help():
@@ -44,8 +42,7 @@ def test_docstrings_whose_indentation_is_stripped_change_no_help(monkeypatch):
 
 
 def help_of_commands():
-    (commands,) = (action for action in main._parser()._actions if action.dest == "command")
-    return {name: parser.format_help() for name, parser in commands.choices.items()}
+    return {name: parser.format_help() for name, parser in command_parsers().items()}
 
 
 @pytest.mark.parametrize("cls", [EngineConfig, SamplingParams, ServerSettings])

@@ -9,35 +9,26 @@ from huggingface_hub import constants
 
 from nanovllm.models.default_model import default_folder
 from tests.support.command_line import assert_refused, records
+from tests.support.hubs import snapshot
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import save_tiny, tiny_model
-
-
-def cache_model(hub, name):
-    """A folder for a model's files in the layout of the hub's cache."""
-    folder = hub / f"models--{name.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("0" * 40)
-    snapshot = folder / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    return snapshot
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
-    (tmp_path / "hub").mkdir()
-    save_tiny(cache_model(tmp_path / "hub", "own/tiny"))
-    packed = cache_model(tmp_path / "hub", "own/packed")
+    hub = tmp_path / "hub"
+    for place in ("constants", "utils._cache_manager", "file_download"):
+        monkeypatch.setattr(f"huggingface_hub.{place}.HF_HUB_CACHE", str(hub), raising=False)
+    hub.mkdir()
+    save_tiny(snapshot(hub, "own/tiny"))
+    packed = snapshot(hub, "own/packed")
     write_gguf(packed / "model.Q8_0.gguf", tiny_model(head_dim=64))
     (packed / "model.Q4_0.gguf").write_bytes(b"GGUF")
     (packed / "model-00002-of-00002.gguf").write_bytes(b"GGUF")
-    partial = cache_model(tmp_path / "hub", "own/partial")
+    partial = snapshot(hub, "own/partial")
     (partial / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096}')
-    return tmp_path / "hub"
+    return hub
 
 
 @pytest.fixture
@@ -48,9 +39,9 @@ def listed(hub, command):
 
 def test_quantised_models_are_listed_with_their_format(hub, listed):
     for name, settings in (("gptq", {"quant_method": "gptq", "bits": 4}), ("quark", {"quant_method": "quark"})):
-        snapshot = save_tiny(cache_model(hub, f"own/{name}"))
-        config = json.loads((snapshot / "config.json").read_text())
-        (snapshot / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+        path = save_tiny(snapshot(hub, f"own/{name}")) / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {"quantization_config": settings}))
     found = listed()
     assert found["own/gptq"]["state"] == "ready: gptq, 4 bits"
     assert found["own/quark"]["state"] == "in a format that is not read: quark"

@@ -2,15 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
 from nanovllm import defaults as plain
 from nanovllm.cli import main
 from nanovllm.device import cpp_compiler
-from tests.support.command_line import words
+from tests.support.command_line import command_parsers, python, words
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 # None of them serves a first token; each costs a tenth of a second or more, or pulls in what does.
@@ -33,9 +31,7 @@ def test_a_start_imports_nothing_heavy_that_the_first_token_needs_not_and_ends_w
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     line = f"generate 'a b c' --raw --max-tokens 1 --temperature 0 --max-model-len 128 --model {tmp_path}"
-    command = [sys.executable, "-c", PROGRAM, *words(line)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = python("-c", PROGRAM, *words(line), env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     num_frozen, modules = json.loads(done.stderr.splitlines()[-1])
     assert {"torch", "transformers", "nanovllm.model_runner"} <= set(modules)
@@ -45,11 +41,7 @@ def test_a_start_imports_nothing_heavy_that_the_first_token_needs_not_and_ends_w
 
 @pytest.mark.parametrize("name", main.COMMANDS)
 def test_a_command_that_is_named_has_the_parser_that_it_has_among_all(name):
-    def help_of(arguments):
-        (commands,) = (action for action in main._parser(arguments)._actions if action.dest == "command")
-        return commands.choices[name].format_help()
-
-    assert help_of([name]) == help_of([])
+    assert command_parsers([name])[name].format_help() == command_parsers()[name].format_help()
 
 
 def test_the_compiler_is_the_one_that_torch_finds(monkeypatch):

@@ -48,7 +48,7 @@ def random_works(seed, count):
     return [random_work(r) for _ in range(count)]
 
 
-def sampled(works, noise, seed=0):
+def sampled(works, noise=0.0, seed=0):
     r = random.Random(seed)
 
     def noisy(seconds):
@@ -120,16 +120,16 @@ def test_only_engines_that_lay_steps_out_for_graphs_round_up(device, attention_b
 def test_what_taking_a_request_in_costs_is_fitted_by_its_prompt():
     works = [random_work(random.Random(1)) for _ in range(20)]
     intakes = [(size, 5e-5 + 2e-7 * size) for size in (1, 10, 100, 1000)]
-    intake = fit(sampled(works, noise=0.0), intakes, launch_blocks=True).intake
+    intake = fit(sampled(works), intakes, launch_blocks=True).intake
     assert (intake.fixed, intake.per_token) == pytest.approx((5e-5, 2e-7))
-    assert fit(sampled(works, noise=0.0), launch_blocks=True).intake.seconds(1000) == 0.0
+    assert fit(sampled(works), launch_blocks=True).intake.seconds(1000) == 0.0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("launch_blocks", [False, True])
 def test_without_noise_the_fit_is_exact(launch_blocks):
     works = random_works(1, 80)
-    fitted = fit(sampled(works, noise=0.0), launch_blocks=launch_blocks)
+    fitted = fit(sampled(works), launch_blocks=launch_blocks)
     launch = (0.0, 0.0, 0.0) if launch_blocks else (4e-5, 3e-6, 2e-5)
     assert astuple(fitted.launch) == pytest.approx(launch)
     assert fitted.device.coefficients == pytest.approx(TRUE.device.coefficients, rel=1e-6)
@@ -141,7 +141,7 @@ def test_without_noise_the_fit_is_exact(launch_blocks):
 @pytest.mark.full
 def test_where_nothing_was_shared_shared_context_costs_as_much_as_any():
     works = [work._replace(num_shared_context_tokens=0) for work in random_works(1, 80)]
-    fitted = fit(sampled(works, noise=0.0), launch_blocks=True).device
+    fitted = fit(sampled(works), launch_blocks=True).device
     assert fitted.per_shared_context_token == fitted.per_context_token == pytest.approx(4e-7, rel=1e-6)
 
 
@@ -200,4 +200,4 @@ def test_the_least_squares_minimum_is_no_worse_than_points_around_it():
 
 def test_too_few_samples_are_refused():
     with pytest.raises(ValueError, match="3 measured steps are too few"):
-        fit(sampled([StepWork(1, 1, 0, 1, 0, 0, 1)] * 3, noise=0.0), launch_blocks=True)
+        fit(sampled([StepWork(1, 1, 0, 1, 0, 0, 1)] * 3), launch_blocks=True)

@@ -1,30 +1,22 @@
 """`bench/machines/cpu_table.py`: tables of machines as the page has them, peaks, counts of work."""
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bench.machines import cpu_table
 from nanovllm.models.gguf.file import GGUFFile
 
 ROOT = Path(__file__).parents[2]
 MACHINES = sorted((ROOT / "docs/results/cpus").glob("*.json"))
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"bench/machines/{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_has_the_table_of_all_machines_side_by_side():
-    table = script("cpu_table").table([json.loads(path.read_text()) for path in MACHINES])
+    table = cpu_table.table([json.loads(path.read_text()) for path in MACHINES])
     assert MACHINES and table in (ROOT / "docs/results/cpu.md").read_text()
 
 
@@ -33,7 +25,7 @@ def test_machines_with_other_parts_stand_side_by_side():
     other = json.loads(json.dumps(one)) | {"processor": "Other"}
     other["threads"] = {"1": other["threads"]["1"]}
     del other["threads"]["1"]["workloads"]["P"]
-    lines = script("cpu_table").table([one, other]).splitlines()
+    lines = cpu_table.table([one, other]).splitlines()
     assert lines[0].endswith("| Other, 1 thread |")
     assert len({line.count("|") for line in lines}) == 1
     assert next(line for line in lines if line.startswith("| P |")).endswith("| - |")
@@ -41,21 +33,20 @@ def test_machines_with_other_parts_stand_side_by_side():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_peaks_are_measured_in_every_unit(monkeypatch):
-    module = script("cpu_table")
-    monkeypatch.setattr(module, "NUM_BURSTS", 2)
-    monkeypatch.setattr(module, "READ_BYTES", 2**20)
-    rates = module.rates(2, True)
+    monkeypatch.setattr(cpu_table, "NUM_BURSTS", 2)
+    monkeypatch.setattr(cpu_table, "READ_BYTES", 2**20)
+    rates = cpu_table.rates(2, True)
     assert set(rates) == {"float32 GFLOP/s", "bfloat16 GFLOP/s", "memory GB/s"}
     assert rates["float32 GFLOP/s"] > 1 and rates["memory GB/s"] > 0.1
 
 
 def test_llama_cpp_gets_the_same_requests_and_a_file_that_it_can_read(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    script("random_models")
+    monkeypatch.syspath_prepend(ROOT / "bench/machines")
     binary = tmp_path / "llama-batched-bench"
     binary.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\necho \'{{"t": 2.0}}\'\n')
     binary.chmod(0o755)
-    figures = script("cpu_table").llama_cpp(str(binary), "tiny", "4 streams", 3)
+    figures = cpu_table.llama_cpp(str(binary), "tiny", "4 streams", 3)
     assert figures == {"seconds": 2.0, "tokens/s": 4 * 32 / 2.0}
     arguments = (tmp_path / "arguments").read_text()
     assert "-npp 128 -ntg 32 -npl 4 -c 640 -t 3 -tb 3" in arguments
@@ -78,13 +69,12 @@ def test_work_is_that_of_the_models_own_modules():
     counted = sum(count for name, count in products.items() if str(name) in ("aten.mm", "aten.addmm"))
     request = SimpleNamespace(prompt_token_ids=list(range(length)), num_output_tokens=1)
     ended = SimpleNamespace(number=0, num_cached_tokens=0)
-    operations, num_bytes = script("cpu_table").work(
+    operations, num_bytes = cpu_table.work(
         model.config, SimpleNamespace(requests=[request]), SimpleNamespace(finished=[ended]),
         {"computed_tokens": length, "steps": 1}, weight=2.0,
     )  # fmt: skip
     config = model.config
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pairs = config.num_hidden_layers * config.num_attention_heads * dim * length * (length + 1) // 2
+    pairs = config.num_hidden_layers * config.num_attention_heads * config.head_dim * length * (length + 1) // 2
     assert operations == counted + 4 * pairs
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     assert num_bytes == 2 * weights  # once, in bfloat16

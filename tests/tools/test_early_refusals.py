@@ -2,7 +2,6 @@
 
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from nanovllm import LLM
 from nanovllm.cli.early_checks import check_output
 from nanovllm.models import loader
 from nanovllm.models.gguf import loading
-from tests.support.command_line import assert_refused, words
+from tests.support.command_line import assert_refused, python, words
 from tests.support.refusals import invalid
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
@@ -68,8 +67,8 @@ def test_what_is_known_before_the_model_is_loaded_is_refused_before_torch_is_imp
     def filled(text):
         return text.replace("HELD", str(held)).replace("BATCH", str(batch))
 
-    line = [sys.executable, "-c", PROGRAM, *words(filled(arguments)), "--model", str(folder)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    line = [*words(filled(arguments)), "--model", folder]
+    done = python("-c", PROGRAM, *line, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.stdout == "2 False\n", done.stderr
     assert [part for part in filled(named).split(" & ") if part not in done.stderr] == []
     assert [path.name for path in tmp_path.iterdir()] == ["batch.jsonl"]

@@ -1,10 +1,11 @@
 """`.ci/mutants.py`: its list applies; what it says of mutants that live, die, hang, or cannot be run."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.command_line import python
 
 CI = Path(__file__).parents[2] / ".ci"
 TESTS = """
@@ -51,20 +52,19 @@ def run(tmp_path, monkeypatch):
             f"mutants.TIMEOUT_SECONDS = {limit}\n"
             f"sys.exit(mutants.main(['--jobs', '2', *{options.split()}], Path({str(tmp_path)!r}), ('pytest',)))"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = python("-c", program)
         return done.returncode, (done.stdout + done.stderr).splitlines()
 
     return run
 
 
 def test_every_mutant_applies_and_names_tests_that_exist():
-    command = [sys.executable, str(CI / "mutants.py"), "--check"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == ""
+    assert python(CI / "mutants.py", "--check").stdout == ""
 
 
 def test_the_page_of_rules_is_what_the_list_gives():
     """Else run `python .ci/rules.py`."""
-    assert subprocess.run([sys.executable, str(CI / "rules.py"), "--check"]).returncode == 0
+    assert python(CI / "rules.py", "--check").returncode == 0
 
 
 def test_a_survivor_fails_and_is_named_beside_those_that_are_killed(run):

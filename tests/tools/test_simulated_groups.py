@@ -25,11 +25,6 @@ CALIBRATION = replace(
 FEW = Workload("few", [TimedRequest(0.0, [number] * 1000, 200) for number in range(4)], {})
 
 
-def test_a_calibration_of_groups_is_read_as_it_was_written(tmp_path):
-    CALIBRATION.save(tmp_path / "calibration.json")
-    assert Calibration.load(tmp_path / "calibration.json") == CALIBRATION
-
-
 def test_recurrent_states_are_simulated_in_slots(tmp_path):
     groups = ((None, None, 1000), (None, None, 0, 640_000))
     replace(CALIBRATION, cache_groups=groups).save(tmp_path / "calibration.json")

@@ -168,7 +168,6 @@ class VllmDouble:
     """Gives every running request a token a step, the last added one from the second step on."""
 
     def __init__(self, model, **options):
-        self.options = options
         self.running = {}
         self.llm_engine = self
 
@@ -197,12 +196,9 @@ class VllmDouble:
 class AsyncVllmDouble:
     @classmethod
     def from_engine_args(cls, arguments, *, usage_context):
-        made = cls()
-        made.arguments, made.context, made.ids = arguments, usage_context, []
-        return made
+        return cls()
 
     async def generate(self, prompt, params, request_id):
-        self.ids.append(request_id)
         for _ in range(params.max_tokens):
             await asyncio.sleep(0)
             yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5])])

@@ -13,12 +13,10 @@ import torch
 
 from nanovllm.cli import tune as tune_command
 from nanovllm.cli.tune_question import build_question
-from nanovllm.tools.tune import measuring
 from nanovllm.tools.tune.forecast import forecast
-from nanovllm.tools.workloads.files import read_trace
 from tests.support.command_line import assert_refused, words
 from tests.support.forked_processes import programs_are_forked
-from tests.support.sweeps import CALIBRATION, as_played
+from tests.support.sweeps import CALIBRATION, result_in
 
 WORKLOAD = "--workload random:requests=12,prompt=40,output=6,vocab=512"
 BUDGETS = "--rate 20 --max-num-batched-tokens 256,1024 --max-num-seqs 16"
@@ -32,43 +30,10 @@ def question_of(line):
     return build_question(parser.parse_args(words(f"tune --model m {line}")))
 
 
-class Engines:
-    """Replaces the engine processes by simulations."""
-
-    def __init__(self, monkeypatch):
-        self.options = []
-        self.interrupt_at = None
-        monkeypatch.setattr(measuring, "run_in_subprocess", self.run_in_subprocess)
-
-    def run_in_subprocess(self, engine, traces, settings, folder):
-        if len(self.options) == self.interrupt_at:
-            raise KeyboardInterrupt
-        self.options.append(engine.options)
-        if engine.options["max_num_batched_tokens"] == 512:
-            raise RuntimeError("nanovllm: its process ended with -9\n")
-        about = {"environment": {"torch": "9", "cores": None}, "config": engine.options}
-        return [as_played(read_trace(trace), engine.options) | about for trace in traces]
-
-
-@pytest.fixture
-def engines(monkeypatch):
-    monkeypatch.setattr(tune_command, "environment", lambda: {"torch": "9", "threads": None})
-    return Engines(monkeypatch)
-
-
-@pytest.fixture
-def output(tmp_path):
-    return tmp_path / "t"
-
-
 @pytest.fixture
 def tune(output, command):
     """Run the command, with a workload and an output unless the line has others; returns its result."""
     return lambda line, workload=WORKLOAD: command(f"tune --model m --device cpu {workload} --output {output} {line}")
-
-
-def result_in(output):
-    return json.loads((output / "result.json").read_text())
 
 
 @pytest.fixture

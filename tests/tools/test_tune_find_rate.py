@@ -1,16 +1,13 @@
 """`nanovllm tune --find-rate`: bisection between rates, and a whole command over simulated engines."""
 
-import json
 import tomllib
 from dataclasses import replace
 
 import pytest
 
-from nanovllm.tools.tune import measuring
 from nanovllm.tools.tune.find_rate import FoundRate, find_rate, rates_around
-from nanovllm.tools.workloads.files import read_trace
 from tests.support.command_line import assert_refused
-from tests.support.sweeps import CALIBRATION, ITL_40, as_played, run
+from tests.support.sweeps import CALIBRATION, ITL_40, result_in, run
 
 pytestmark = pytest.mark.usefixtures("answering_hub")  # for the model "m"
 
@@ -54,33 +51,7 @@ WORKLOAD = "--workload random:requests=60,prompt=100,output=6,vocab=512 --device
 NAMED = "--only-named --max-num-batched-tokens 128,1024 --repeats 1"
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """Replaces the engines' processes by simulations; the options of each."""
-    options = []
-
-    def simulated(engine, traces, settings, folder):
-        options.append(engine.options)
-        about = {"environment": {"torch": "9"}, "config": engine.options}
-        names = ("max_num_batched_tokens", "max_num_seqs", "block_size", "itl_goal")
-        limits = {name: engine.options[name] for name in names if name in engine.options}
-        return [as_played(read_trace(trace), limits) | about for trace in traces]
-
-    monkeypatch.setattr("nanovllm.cli.tune.environment", lambda: {"torch": "9"})
-    monkeypatch.setattr(measuring, "run_in_subprocess", simulated)
-    return options
-
-
-@pytest.fixture
-def output(tmp_path):
-    return tmp_path / "t"
-
-
-def result_in(output):
-    return json.loads((output / "result.json").read_text())
-
-
-def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measured, output, command, monkeypatch):
+def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(engines, output, command, monkeypatch):
     fixed = f"--max-model-len 256 --kv-events tcp://*:5557 --engine-seed 7 --output {output}"
     line = f"tune {WORKLOAD} {NAMED} {fixed} --find-rate --ttft-p99 120ms"
     status, out, err = command(line)
@@ -88,10 +59,10 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
     result = result_in(output)
     found, best = result["found_rate"], result["recommended"]["options"]
     assert found["rate"] < found["fails_at"] <= 1.05 * found["rate"] and found["fails_at"] <= found["capacity"]
-    assert {options["max_num_batched_tokens"] for options in measured} == {128, 1024}
-    assert {options["max_num_seqs"] for options in measured} == {64}  # not named: the default
-    count = len(measured)
-    assert command(line)[0] == 0 and len(measured) == count  # all of it is in the journal
+    assert {options["max_num_batched_tokens"] for options in engines.options} == {128, 1024}
+    assert {options["max_num_seqs"] for options in engines.options} == {64}  # not named: the default
+    count = len(engines.options)
+    assert command(line)[0] == 0 and len(engines.options) == count  # all of it is in the journal
     calls = []
     monkeypatch.setattr("nanovllm.serving.server.app.serve", lambda *arguments: calls.append(arguments) or 0)
     file = output / "serve.toml"
@@ -104,7 +75,7 @@ def test_a_command_finds_the_rate_and_writes_a_file_that_the_server_takes(measur
 
 
 @pytest.mark.full
-def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, output, command):
+def test_the_goal_is_tried_near_the_rate_of_the_best_budget(engines, output, command):
     line = "--max-num-batched-tokens 64,1024 --max-num-seqs 64 --block-size 64 --repeats 1 --find-rate --itl-p99 22ms"
     workload = WORKLOAD.replace("prompt=100,output=6", "prompt=300,output=20")
     out = command(f"tune {workload} {line} --ttft-p99 300ms --output {output}")[1]
@@ -114,7 +85,7 @@ def test_the_goal_is_tried_near_the_rate_of_the_best_budget(measured, output, co
     assert f"keeps {made['found_rate']['rate']:g} requests/s" in answer["sentence"]
 
 
-def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is_said(measured, tmp_path, command):
+def test_with_a_calibration_the_rates_are_forecast_too_and_a_high_utilisation_is_said(engines, tmp_path, command):
     costs = tmp_path / "costs.json"
     replace(CALIBRATION, residuals={"p90": 0.07}).save(costs)
     line = f"--output {tmp_path / 't'} --find-rate --itl-p99 1s --simulate {costs} --candidates 2"

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +23,7 @@ from nanovllm.tools.workloads.workloads import (
     random_requests,
     whales,
 )
+from tests.support.command_line import python
 from tests.support.refusals import invalid
 from tests.support.small_workloads import SMALL, digest
 
@@ -111,10 +110,7 @@ def test_the_same_seed_gives_the_same_workload_in_every_process():
     reported = set()
     for hash_seed in ("0", "1"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-        )
-        reported.add(done.stdout)
+        reported.add(python("-c", script, env=environment, check=True).stdout)
     assert reported == {f"{[digest(poisson(build(text, seed=3), 2.0, seed=3)) for text in SMALL]}\n"}
 
 
@@ -285,12 +281,6 @@ def test_the_example_of_the_documentation_can_be_read(tmp_path):
     ]  # fmt: skip
 
 
-def test_an_empty_trace_is_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with invalid("holds no request"):
-        read_trace(tmp_path / "empty.jsonl")
-
-
 # ------------------------------------------------------------------------------------------------------ public traces
 
 
@@ -325,6 +315,7 @@ def test_azures_trace_has_prompts_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     "text, named",
     [
+        ("\n", "holds no request"),
         ('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}\n', "hash_ids has 1 entries"),
         ('{"timestamp": 0, "input_length": 5, "hash_ids": [1]}\n', "line 1: the field 'output_length' is missing"),
         ('{"timestamp": "now", "input_length": 5, "output_length": 1, "hash_ids": [1]}\n', "the arrival is 'now'"),
@@ -336,6 +327,7 @@ def test_azures_trace_has_prompts_of_their_own(tmp_path):
     ],
 )  # fmt: skip
 def test_a_bad_line_of_a_public_trace_is_refused_by_its_number(tmp_path, text, named):
-    (tmp_path / "t").write_text(text)
+    path = tmp_path / "trace"
+    path.write_text(text)
     with invalid(re.escape(named)):
-        read_trace(tmp_path / "t")
+        read_trace(path)
