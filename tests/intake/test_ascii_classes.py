@@ -1,6 +1,5 @@
 r"""`\d`, `\w` and `\s` mean ASCII in every kind of form, as Python's `re` with re.ASCII has them."""
 
-import functools
 import json
 import re
 
@@ -8,9 +7,7 @@ import pytest
 
 from nanovllm import StructuredOutput
 from nanovllm.features.grammar.ascii_classes import ascii_lark, ascii_schema
-from nanovllm.features.grammar.compiler import GrammarCompiler
-from nanovllm.features.structured_output import GrammarError
-from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
+from tests.support.structured import is_document
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"[\d,]", r"[^\w]", r"\\d"]
 # A digit, a letter, Thai and N'Ko digits, an accented letter, a no-break space, a tab, punctuation.
@@ -26,28 +23,13 @@ KINDS = {
 }
 
 
-@functools.cache
-def grammars():
-    return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (3,))
-
-
-def accepts(form, text):
-    matcher = grammars().matcher(form).copy()
-    try:
-        for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):
-            matcher.consume(token_id)
-    except GrammarError:
-        return False
-    return matcher.is_complete()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("regex", CLASSES)
 def test_a_class_has_the_meaning_of_pythons_re_with_ascii(kind, regex):
     form = StructuredOutput(**KINDS[kind](regex))
     for text in CHARACTERS:
         written = json.dumps(text, ensure_ascii=False) if "schema" in kind else text
-        assert accepts(form, written) == bool(re.fullmatch(regex, text, re.ASCII)), (text, form)
+        assert is_document(form, written) == bool(re.fullmatch(regex, text, re.ASCII)), (text, form)
 
 
 def test_keys_of_pattern_properties_are_expressions_and_names_and_data_are_not():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from nanovllm import LLM, UnsupportedModelError
+from tests.support.llms import generate, token_ids
 from tests.support.other_models import small
 from tests.support.refusals import GREEDY, OPTIONS, assert_names
 from tests.support.tiny_models import random_prompts, tiny_model
@@ -15,12 +16,8 @@ def test_a_model_of_a_wrong_type_is_refused(model):
     with pytest.raises(TypeError) as caught:
         LLM(model)
     assert_names(str(caught.value), "name", "folder", "module", repr(model))
-
-
-def test_a_module_that_is_no_language_model_is_refused():
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(TypeError, match=r"causal language model.*Linear"):
         LLM(nn.Linear(2, 2))
-    assert_names(str(caught.value), "causal language model", "Linear")
 
 
 @pytest.mark.parametrize("tokenizer", [5, object(), ["a"]], ids=["number", "object", "list"])
@@ -39,13 +36,10 @@ def refused_model(model, **options):
 
 
 def test_a_sliding_window_that_no_sequence_can_leave_is_served_exactly():
-    windowed, full = tiny_model("mistral", sliding_window=128), tiny_model("mistral")
-    answers = [
-        [o.outputs[0].token_ids for o in LLM(model, **OPTIONS).generate(random_prompts(3, high=110), use_tqdm=False,
-                                                                       sampling_params=GREEDY)]
-        for model in (windowed, full)
-    ]  # fmt: skip
-    assert answers[0] == answers[1]
+    models = (tiny_model("mistral", sliding_window=128), tiny_model("mistral"))
+    prompts = random_prompts(3, high=110)
+    windowed, full = (token_ids(generate(LLM(model, **OPTIONS), prompts, GREEDY)) for model in models)
+    assert windowed == full
 
 
 def passing(model, **extra):
@@ -55,20 +49,20 @@ def passing(model, **extra):
     return model
 
 
-def test_what_no_attention_backend_computes_is_refused_by_layer_and_name():
-    message = refused_model(passing(tiny_model(), position_bias=torch.ones(1)))
-    assert_names(message, "layer 1 (LlamaAttention)", "'position_bias'", "generate()")
-
-
-def test_a_window_that_the_mask_does_not_have_is_refused_with_both():
-    """Attention implementations of the library would answer differently."""
-    message = refused_model(passing(tiny_model(), sliding_window=8))
-    assert_names(message, "layer 1 (LlamaAttention)", "sliding window of 8", "mask has none")
-
-
-def test_sinks_that_are_not_one_for_each_head_are_refused():
-    message = refused_model(passing(tiny_model(), s_aux=torch.ones(3)))
-    assert_names(message, "layer 1 (LlamaAttention)", "sinks", "(3,)")
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"position_bias": torch.ones(1)}, ["'position_bias'", "generate()"]),
+        (
+            {"sliding_window": 8},
+            ["sliding window of 8", "mask has none"],
+        ),  # the library's attention answers differently
+        ({"s_aux": torch.ones(3)}, ["sinks", "(3,)"]),  # not one for each head
+    ],
+    ids=["a bias", "a window", "sinks"],
+)
+def test_what_no_attention_backend_computes_is_refused_by_layer_and_name(extra, named):
+    assert_names(refused_model(passing(tiny_model(), **extra)), "layer 1 (LlamaAttention)", *named)
 
 
 def test_a_mask_of_another_kind_is_refused_by_layer(monkeypatch):
@@ -86,36 +80,29 @@ def test_rope_that_is_scaled_once_and_for_all_is_served():
     assert output.outputs[0].token_ids == expected[0, 60:].tolist()
 
 
-def test_an_encoder_is_refused_since_it_attends_in_both_directions():
-    model = small("Bert", model_class="BertForMaskedLM", without=("num_key_value_heads",))
-    assert_names(refused_model(model), "Bert", "both directions", "causal")
+BERT = {"family": "Bert", "without": ("num_key_value_heads",)}
+UNSUPPORTED = {
+    "an encoder": (BERT | {"model_class": "BertForMaskedLM"}, ["both directions", "causal"]),
+    "an encoder with a head of language models": (BERT | {"model_class": "BertLMHeadModel"}, ["both directions"]),
+    "an encoder and a decoder": (
+        {"family": "T5", "model_class": "T5ForConditionalGeneration", "d_model": 64, "d_ff": 64, "num_layers": 2}
+        | {"num_heads": 2},
+        [],
+    ),
+    "states outside of the cache": (
+        {"family": "MiniMax", "layer_types": ["linear_attention", "full_attention"]},
+        ["MiniMaxForCausalLM", "'linear_attention'", "update_recurrent_state"],
+    ),
+    "attention of its own": (BERT | {"family": "Bloom"}, ["BloomForCausalLM", "attention interface"]),
+    "a mask of its own": ({"family": "Doge"}, ["mask"]),
+    "a classifier": (
+        {"family": "Llama", "model_class": "LlamaForSequenceClassification", "pad_token_id": 0},
+        ["LlamaForSequenceClassification"],
+    ),
+}
 
 
-def test_an_encoder_with_a_language_modelling_head_is_refused_too():
-    model = small("Bert", model_class="BertLMHeadModel", without=("num_key_value_heads",))
-    assert_names(refused_model(model), "Bert", "both directions")
-
-
-def test_an_encoder_decoder_is_refused():
-    model = small("T5", model_class="T5ForConditionalGeneration", d_model=64, d_ff=64, num_layers=2, num_heads=2)
-    assert_names(refused_model(model), "T5")
-
-
-def test_a_hybrid_that_keeps_states_outside_of_its_cache_is_refused_with_what_would_serve_it():
-    model = small("MiniMax", layer_types=["linear_attention", "full_attention"])
-    assert_names(refused_model(model), "MiniMaxForCausalLM", "'linear_attention'", "update_recurrent_state")
-
-
-def test_a_model_with_its_own_attention_code_is_refused():
-    model = small("Bloom", without=("num_key_value_heads",))
-    assert_names(refused_model(model), "BloomForCausalLM", "attention interface")
-
-
-def test_a_mask_that_the_model_computes_itself_is_refused():
-    """It reaches attention as `attention_mask`, which the engine does not read."""
-    assert_names(refused_model(small("Doge")), "Doge", "mask")
-
-
-def test_a_classifier_is_refused():
-    model = small("Llama", model_class="LlamaForSequenceClassification", pad_token_id=0)
-    assert_names(refused_model(model), "LlamaForSequenceClassification")
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_model_of_another_kind_is_refused_by_what_makes_it_so(name):
+    options, named = UNSUPPORTED[name]
+    assert_names(refused_model(small(**options)), options["family"], *named)

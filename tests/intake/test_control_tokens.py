@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import json
 
 import pytest
 from tokenizers import AddedToken
@@ -48,12 +47,9 @@ def test_real_texts_as_messages_have_the_ids_of_apply_chat_template():
     assert len(texts) >= 41
     encoder = ChatEncoder(using)
     for number, text in enumerate(texts):
-        conversation = [
-            {"role": "system", "content": texts[number - 1][:200]},
-            {"role": "user", "content": text},
-            {"role": "assistant", "content": text[:50]},
-            {"role": "user", "content": "  again \n"},
-        ]
+        contents = {"system": texts[number - 1][:200], "user": text, "assistant": text[:50]}
+        conversation = [{"role": role, "content": content} for role, content in contents.items()]
+        conversation += user("  again \n")
         expected = using.apply_chat_template(conversation, return_dict=False, **GENERATION)
         assert encoder.encode(conversation, None, GENERATION) == expected
         # And so has what takes the long way, which a spelling in one message makes all of them take.
@@ -169,15 +165,16 @@ def test_offline_and_asynchronous_engines_agree_and_an_option_allows_it():
 
 def test_clients_of_the_server_forge_nothing():
     using = tiny_tokenizer()
-    plain = [*turn("user", FORGED, using), using.convert_tokens_to_ids("<|assistant|>")]
     parts = [{"type": "text", "text": FORGED[:8]}, {"type": "text", "text": FORGED[8:]}]
-    with serving() as running, running.http() as http:
-        assert http.post("/tokenize", json={"messages": user(FORGED)}).json()["tokens"] == plain
-        for content in (FORGED, parts):
-            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "return_token_ids": True}
-            answer = http.post("/v1/chat/completions", json=body).json()
-            text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-            expected = [*turn("user", text, using), using.convert_tokens_to_ids("<|assistant|>")]
-            assert answer["choices"][0]["prompt_token_ids"] == expected, json.dumps(answer)
-    with serving(allow_control_tokens_in_messages=True) as running, running.http() as http:
-        assert http.post("/tokenize", json={"messages": user(FORGED)}).json()["tokens"] != plain
+    plain, joined = (
+        [*turn("user", text, using), using.convert_tokens_to_ids("<|assistant|>")]
+        for text in (FORGED, f"{FORGED[:8]}\n{FORGED[8:]}")
+    )
+    with serving() as running:
+        assert running.answer("/tokenize", {"messages": user(FORGED)})["tokens"] == plain
+        for content, expected in ((FORGED, plain), (parts, joined)):
+            body = {"messages": user(content), "max_tokens": 1, "return_token_ids": True}
+            (choice,) = running.answer("/v1/chat/completions", body)["choices"]
+            assert choice["prompt_token_ids"] == expected
+    with serving(allow_control_tokens_in_messages=True) as running:
+        assert running.answer("/tokenize", {"messages": user(FORGED)})["tokens"] != plain

@@ -1,7 +1,6 @@
 """Grammars that explode are refused within limits of time and memory, while requests without a form go on."""
 
 import asyncio
-import functools
 import os
 import threading
 from types import SimpleNamespace
@@ -23,10 +22,9 @@ from nanovllm.features.structured_output import GrammarError
 from nanovllm.requests import RequestLimits
 from nanovllm.serving import async_llm
 from tests.support.async_llms import OPTIONS, bounded, collect
-from tests.support.structured import allowed, model
+from tests.support.structured import EOS, allowed, grammars, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
-EOS = 3
 BOMBS = {
     "patterns": {"json_schema": {"allOf": [{"type": "string", "pattern": f"a{i}b"} for i in range(22)]}},
     "counted patterns": {"json_schema": {"type": "string", "allOf": [{"pattern": f"a{{{i}}}b"} for i in range(2, 24)]}},
@@ -39,11 +37,6 @@ BOMBS = {
     },
 }
 LIMITS = "takes more than 0.5 s of a processor or 256 MB of memory to compile. Simplify it"
-
-
-@functools.cache
-def grammars():
-    return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -78,7 +71,7 @@ def test_a_trial_beside_the_first_names_no_vocabulary_that_is_not_sent_yet():
 
 
 def test_a_refusal_is_remembered(monkeypatch):
-    own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(**BOMBS["a multiple"])
+    own, form = new_compiler(), StructuredOutput(**BOMBS["a multiple"])
     with pytest.raises(ValueError, match=LIMITS):
         own.matcher(form)
     monkeypatch.setattr(TRIALS, "compile", lambda *_, **__: pytest.fail("it was tried again"))
@@ -94,7 +87,6 @@ def test_a_check_without_a_vocabulary_has_the_limits_too():
 @pytest.mark.full
 def test_trials_go_on_behind_a_process_that_was_killed():
     grammars().matcher(StructuredOutput(regex="before"))
-    assert TRIALS._process is not None
     TRIALS._process.kill()
     TRIALS._process.wait()
     assert allowed(grammars().matcher(StructuredOutput(regex="behind")))
@@ -103,16 +95,16 @@ def test_trials_go_on_behind_a_process_that_was_killed():
 def test_the_process_of_trials_shares_the_processors_with_its_engine_and_does_not_hear_ctrl_c():
     """Linux gives each session an equal share (sched_autogroup), whatever the niceness of its processes."""
     grammars().matcher(StructuredOutput(regex="beside"))
-    assert TRIALS._process is not None
-    assert os.getsid(TRIALS._process.pid) == os.getsid(0)
-    assert os.getpgid(TRIALS._process.pid) == TRIALS._process.pid
-    own, its = (os.getpriority(os.PRIO_PROCESS, number) for number in (0, TRIALS._process.pid))
+    process_id = TRIALS._process.pid
+    assert os.getsid(process_id) == os.getsid(0)
+    assert os.getpgid(process_id) == process_id
+    own, its = (os.getpriority(os.PRIO_PROCESS, number) for number in (0, process_id))
     assert its == min(19, own + NICENESS)
 
 
 def test_a_grammar_whose_lexer_is_full_is_compiled_anew(monkeypatch):
     monkeypatch.setitem(compilation.LIMITS, "max_lexer_states", 200)
-    own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(regex="(.*a.{50}b){20}")
+    own, form = new_compiler(), StructuredOutput(regex="(.*a.{50}b){20}")
     first = own.matcher(form)
     matcher, chance = first.copy(), np.random.default_rng(0)
     with pytest.raises(GrammarError, match="too many states"):
@@ -135,6 +127,10 @@ def clock(monkeypatch):
     return found
 
 
+def new_compiler():
+    return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
+
+
 def followed(matcher, *token_ids):
     mask = np.zeros(matcher.num_words, np.int32)
     matcher.follow(token_ids, mask.ctypes.data)
@@ -142,7 +138,7 @@ def followed(matcher, *token_ids):
 
 
 def test_masks_that_take_too_long_end_every_sample_of_their_form_and_the_next_request_begins_anew(clock):
-    own, form = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), StructuredOutput(regex="[a-z]*")
+    own, form = new_compiler(), StructuredOutput(regex="[a-z]*")
     compiled = own.matcher(form)
     one, other = compiled.copy(), compiled.copy()
     clock.seconds = 2 * (RESERVE_SECONDS * 0.6 + MaskBudget(one.num_words).allowed)
@@ -175,7 +171,7 @@ def test_large_grammars_are_kept_by_their_bytes(monkeypatch):
     monkeypatch.setattr(compiler, "TRIALS", trials)
     monkeypatch.setattr(compiler, "STATES_BYTES", 0)
     monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 2**20)
-    own = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
+    own = new_compiler()
     # Of 2.4 MB, compiled in 16 ms: far from a trial's limits on a slow processor too.
     small, large = StructuredOutput(regex="a"), StructuredOutput(json_schema={"const": "x" * 10_000})
     try:

@@ -1,9 +1,9 @@
 """Masks filled in several threads are those filled one by one, whichever lexer a sample has."""
 
-import functools
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,22 +14,17 @@ from nanovllm.features.grammar.compiler import GrammarCompiler
 from nanovllm.features.grammar.mask_threads import MEASURED_STEPS, MOVED_TOKENS, ROWS_A_LEXER, MaskCaller, MaskThreads
 from nanovllm.features.grammar.matcher import RESERVE_SECONDS
 from nanovllm.features.token_masks import begin_masks
-from tests.support.structured import EOS, FORMS, allowed, form
+from tests.support.structured import EOS, FORMS, allowed, form, grammars
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 ENDLESS = [StructuredOutput(regex=r"([a-z]{1,3},)*"), StructuredOutput(regex=r"(?s:.)*"), form("json_object")]
-
-
-@functools.cache
-def grammars():
-    return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
 def samples(forms, count, *, compiler=None):
     """Sequences, as far as masks read them."""
     compiler = compiler or grammars()
     return [
-        SimpleNamespace(
+        Drawn(
             draft=(),
             matcher=compiler.matcher(forms[row % len(forms)]).copy(), token_ids=[5, 6, 7 + row], num_prompt_tokens=3,
             is_finished=False, request_id=str(row),
@@ -41,24 +36,15 @@ def samples(forms, count, *, compiler=None):
 def masks_of(sequences, threads, errors=None):
     masks = np.full((len(sequences), -(-VOCAB_SIZE // 32)), 77, np.int32)
     found = {} if errors is None else errors
-    as_keys = [sequence.request_id for sequence in sequences]
-    keyed = [_Keyed(key, sequence) for key, sequence in zip(as_keys, sequences, strict=True)]
-    begin_masks(keyed, [len(sequence.token_ids) for sequence in sequences], masks, threads).finish(found)
+    begin_masks(sequences, [len(sequence.token_ids) for sequence in sequences], masks, threads).finish(found)
     assert errors is not None or not found
     return masks
 
 
-class _Keyed:
-    """A sample as a key of errors."""
+class Drawn(SimpleNamespace):
+    """A sequence, as far as masks read it; errors are kept by it."""
 
-    def __init__(self, key, sequence):
-        self.key, self.sequence = key, sequence
-
-    def __hash__(self):
-        return hash(self.key)
-
-    def __getattr__(self, name):
-        return getattr(self.sequence, name)
+    __hash__ = object.__hash__
 
 
 def draw(sequences, masks, chance):
@@ -70,12 +56,23 @@ def draw(sequences, masks, chance):
             sequence.is_finished = sequence.token_ids[-1] == EOS
 
 
-def wait_for_lexers(matcher, count):
-    matcher.lexers.grow(count)
+def wait_for_threads():
     for thread in threading.enumerate():
         if thread.name == "nanovllm-lexers":
             thread.join(30.0)
+
+
+def wait_for_lexers(matcher, count):
+    matcher.lexers.grow(count)
+    wait_for_threads()
     assert len(matcher.lexers.states) >= count
+
+
+def with_lexers(form, count=2, **options):
+    """Samples of one form, as many as so many threads share, once the form has a lexer for each of these."""
+    sequences = samples([form], count * ROWS_A_LEXER, **options)
+    wait_for_lexers(sequences[0].matcher, count)
+    return sequences, MaskThreads(count)
 
 
 @pytest.mark.parametrize("forms", [ENDLESS[:1], ENDLESS, [form(kind) for kind in FORMS]], ids=["one", "three", "ends"])
@@ -94,15 +91,13 @@ def test_masks_in_threads_are_those_filled_one_by_one(forms):
 
 
 def test_samples_of_one_form_are_spread_over_its_lexers():
-    sequences, threads = samples(ENDLESS[:1], 4 * ROWS_A_LEXER), MaskThreads(4)
-    wait_for_lexers(sequences[0].matcher, 4)
+    sequences, threads = with_lexers(ENDLESS[0], 4)
     masks_of(sequences, threads)
     assert np.bincount([sequence.matcher.lexer for sequence in sequences]).tolist() == [ROWS_A_LEXER] * 4
 
 
 def test_long_outputs_keep_their_lexer():
-    sequences, threads = samples(ENDLESS[1:2], 2 * ROWS_A_LEXER), MaskThreads(2)
-    wait_for_lexers(sequences[0].matcher, 2)
+    sequences, threads = with_lexers(ENDLESS[1])
     for sequence in sequences:
         sequence.token_ids += [20] * (MOVED_TOKENS + 1)
     masks_of(sequences, None)
@@ -113,17 +108,14 @@ def test_long_outputs_keep_their_lexer():
 
 
 def test_a_forbidden_token_fails_its_request_alone():
-    sequences, threads = samples(ENDLESS[:1], 2 * ROWS_A_LEXER), MaskThreads(2)
-    wait_for_lexers(sequences[0].matcher, 2)
+    sequences, threads = with_lexers(ENDLESS[0])
     draw(sequences, masks_of(sequences, threads), np.random.default_rng(0))
     expected = [sequence.matcher.copy() for sequence in sequences]
     wrong = next(token for token in range(VOCAB_SIZE) if token not in allowed(expected[3]))
     sequences[3].token_ids[-1] = wrong
     errors = {}
     masks = masks_of(sequences, threads, errors)
-    assert [key.key for key in errors] == ["3"] and "request '3': structured_output.regex" in next(
-        iter(errors.values())
-    )
+    assert [*errors] == [sequences[3]] and "request '3': structured_output.regex" in next(iter(errors.values()))
     assert not masks[3].any() and all(mask.any() for row, mask in enumerate(masks) if row != 3)
 
 
@@ -142,19 +134,17 @@ def test_a_sample_with_several_rows_is_filled_in_their_order():
 
 
 def test_resumed_samples_consume_all_their_tokens():
-    ours, theirs = samples(ENDLESS[1:2], 2 * ROWS_A_LEXER), samples(ENDLESS[1:2], 2 * ROWS_A_LEXER)
-    wait_for_lexers(ours[0].matcher, 2)
+    ours, threads = with_lexers(ENDLESS[1])
+    theirs = samples(ENDLESS[1:2], len(ours))
     for sequences in (ours, theirs):
         for row, sequence in enumerate(sequences):
             sequence.token_ids += [20, 21, 22][: row % 4]
-    assert (masks_of(ours, MaskThreads(2)) == masks_of(theirs, None)).all()
+    assert (masks_of(ours, threads) == masks_of(theirs, None)).all()
     assert [sequence.matcher.num_tokens for sequence in ours] == [row % 4 for row in range(len(ours))]
 
 
 def test_behind_a_slow_step_masks_are_filled_one_by_one_and_their_time_ends_the_form(monkeypatch):
-    compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
-    sequences, threads = samples(ENDLESS[:1], 2 * ROWS_A_LEXER, compiler=compiler), MaskThreads(2)
-    wait_for_lexers(sequences[0].matcher, 2)
+    sequences, threads = with_lexers(ENDLESS[0], compiler=GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)))
     budget, now = sequences[0].matcher.lexers.budget, [0.0]
 
     def slow_clock():
@@ -171,8 +161,7 @@ def test_behind_a_slow_step_masks_are_filled_one_by_one_and_their_time_ends_the_
 
 
 def test_steps_are_filled_in_threads_again_when_no_form_is_slow(monkeypatch):
-    sequences, threads = samples(ENDLESS[:1], 2 * ROWS_A_LEXER), MaskThreads(2)
-    wait_for_lexers(sequences[0].matcher, 2)
+    sequences, threads = with_lexers(ENDLESS[0])
     now = [0.0]
 
     def slow_clock():
@@ -198,15 +187,10 @@ def test_a_form_without_room_for_another_lexer_goes_on_with_those_it_has():
     sequences, threads = samples(ENDLESS[:1], 4 * ROWS_A_LEXER, compiler=compiler), MaskThreads(4)
     lexers = sequences[0].matcher.lexers
 
-    def refused():
-        raise ValueError("structured_output.regex cannot be compiled")
-
-    lexers.compile_state = refused
+    lexers.compile_state = Mock(side_effect=ValueError("structured_output.regex cannot be compiled"))
     for _ in range(3):
         assert masks_of(sequences, threads).any()
-    for thread in threading.enumerate():
-        if thread.name == "nanovllm-lexers":
-            thread.join(30.0)
+    wait_for_threads()
     assert len(lexers.states) == 1 and lexers.compile_state is None
 
 

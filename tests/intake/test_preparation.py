@@ -2,23 +2,20 @@
 
 import asyncio
 import threading
+from unittest.mock import Mock
 
 import pytest
 
-from nanovllm import AsyncLLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.errors import QueueFullError
 from nanovllm.features.intake import pieces
 from nanovllm.features.intake.intake import LONG_CHARS, Intake, form_turn
 from nanovllm.features.intake.preparation import text_size
-from tests.support.async_llms import OPTIONS, bounded, offline
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.async_llms import bounded, offline, open_llm
+from tests.support.tiny_models import tiny_tokenizer
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=2)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-
-
-def open_llm(tokenizer=None, **options):
-    return AsyncLLM(tiny_model(num_layers=1), tokenizer=tokenizer or tiny_tokenizer(), **(OPTIONS | options))
 
 
 async def ended(outputs):
@@ -26,30 +23,16 @@ async def ended(outputs):
     return [output async for output in outputs][-1].outputs[0].token_ids
 
 
-def spelled(monkeypatch):
-    """The words of each call that spells some."""
-    calls = []
-    spellings_of = pieces.spellings_of
-
-    def watched(words, tokenizer):
-        if words:
-            calls.append(words)
-        return spellings_of(words, tokenizer)
-
-    monkeypatch.setattr("nanovllm.features.intake.pieces.spellings_of", watched)
-    return calls
-
-
 @bounded
 async def test_bad_words_are_tokenised_once_for_all_prompts_of_a_request(monkeypatch):
-    calls = spelled(monkeypatch)
+    spell = Mock(side_effect=pieces.spellings_of)
+    monkeypatch.setattr(pieces, "spellings_of", spell)
     params = SamplingParams(temperature=0.0, max_tokens=2, bad_words=("answer", "question"))
     async with open_llm() as llm:
         outputs = await llm.submit([[5, 6], [7, 8], [9]], params)
         assert len([output async for output in outputs if output.finished]) == 3
-    assert calls == [("answer", "question")]
-    offline().generate([[5, 6], [7, 8]], params)
-    assert len(calls) == 2
+    words = [call.args[0] for call in spell.call_args_list if call.args[0]]
+    assert words == [("answer", "question")]
 
 
 @bounded
@@ -60,14 +43,14 @@ async def test_a_full_queue_refuses_before_anything_is_tokenised(monkeypatch):
         second = asyncio.create_task(anext(streams[1]))
         while (await llm.stats()).num_waiting < 1:
             await asyncio.sleep(0.005)
-        prepared = []
-        monkeypatch.setattr(llm._input_processor, "process_each", lambda *_, **__: prepared.append(1))
-        monkeypatch.setattr(llm._input_processor.parts.chat, "apply_to", lambda *_, **__: prepared.append(1))
+        prepare = Mock()
+        monkeypatch.setattr(llm._input_processor, "process_each", prepare)
+        monkeypatch.setattr(llm._input_processor.parts.chat, "apply_to", prepare)
         with pytest.raises(QueueFullError, match="max_queue"):
             await llm.submit(["a long text"], SHORT)
         with pytest.raises(QueueFullError, match="max_queue"):
             await llm.submit_chat([{"role": "user", "content": "a long text"}], SHORT)
-        assert not prepared
+        assert not prepare.called
         second.cancel()
 
 
@@ -98,15 +81,10 @@ async def test_short_requests_do_not_wait_until_long_texts_are_tokenised(monkeyp
 @bounded
 async def test_short_requests_are_prepared_in_the_order_of_their_calls(monkeypatch):
     async with open_llm() as llm:
-        seen = []
-        prepare = llm._input_processor.process_each
-        monkeypatch.setattr(
-            llm._input_processor,
-            "process_each",
-            lambda prompts, *a, **o: (seen.append(prompts[0]), prepare(prompts, *a, **o))[1],
-        )
+        prepare = Mock(side_effect=llm._input_processor.process_each)
+        monkeypatch.setattr(llm._input_processor, "process_each", prepare)
         await asyncio.gather(*(ended(llm.generate([number + 1], SHORT)) for number in range(20)))
-    assert seen == [[number + 1] for number in range(20)]
+    assert [call.args[0] for call in prepare.call_args_list] == [[[number + 1]] for number in range(20)]
 
 
 def test_both_threads_use_one_fast_tokenizer_to_the_same_token_ids():

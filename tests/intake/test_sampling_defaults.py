@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import LLM, AsyncLLM, EngineConfig, ModelLoadError, SamplingParams
-from tests.support.serving import serving
+from tests.support.llms import generate, token_ids
+from tests.support.serving import serving, user
 from tests.support.tiny_models import save_tiny, tiny_model
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 64}
@@ -31,15 +32,10 @@ def test_requests_without_parameters_are_sampled_as_the_model_says(folder):
     with LLM(folder, **OPTIONS) as llm, LLM(folder, generation_config="none", **OPTIONS) as plain:
         assert llm.default_sampling_params == SamplingParams(**OWN)
         assert plain.default_sampling_params == SamplingParams()
-        own, explicit = (
-            [llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids for llm in (llm, plain)]
-            for params in (None, SamplingParams(**OWN))
-        )
         # A request's noise follows from its number: the first of one engine is compared with the first of the other.
-        assert own[0] != own[1]
-        assert explicit[0] == explicit[1]
-        plain_again = plain.generate(PROMPT, SamplingParams(seed=3), use_tqdm=False)[0].outputs[0].token_ids
-        assert llm.generate(PROMPT, SamplingParams(seed=3), use_tqdm=False)[0].outputs[0].token_ids == plain_again
+        for params, is_same in ((None, False), (SamplingParams(**OWN), True), (SamplingParams(seed=3), True)):
+            own, other = (token_ids(generate(each, PROMPT, params)) for each in (llm, plain))
+            assert (own == other) is is_same
 
 
 def test_the_first_requests_of_two_engines_agree(folder):
@@ -47,7 +43,7 @@ def test_the_first_requests_of_two_engines_agree(folder):
     answers = []
     for params in (None, SamplingParams(**OWN)):
         with LLM(folder, **OPTIONS) as llm:
-            answers.append(llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids)
+            answers += token_ids(generate(llm, PROMPT, params))
     assert answers[0] == answers[1]
     assert len(answers[0]) > 3  # max_new_tokens is none of them
 
@@ -62,27 +58,26 @@ def test_the_asynchronous_engine_has_the_same(folder):
     asyncio.run(answers())
 
 
-def test_a_served_request_takes_the_fields_that_it_leaves_out_from_the_model():
+@pytest.mark.parametrize(
+    "path, own",
+    [
+        ("/v1/completions", {"prompt": "one two"}),
+        ("/v1/chat/completions", {"messages": [user("one two")]}),
+    ],
+)
+def test_a_served_request_takes_the_fields_that_it_leaves_out_from_the_model(path, own):
     model = tiny_model()
     for name, value in OWN.items():
         setattr(model.generation_config, name, value)
-    body = {"model": "tiny", "prompt": "one two", "max_tokens": 12, "seed": 6}
-    chat = {"model": "tiny", "messages": [{"role": "user", "content": "one two"}], "max_tokens": 12, "seed": 6}
-    with serving(model=model) as running, running.http() as http:
+    none = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    with serving(model=model) as running:
 
-        def text(path, **fields):
-            choice = http.post(path, json=(chat if "chat" in path else body) | fields).json()["choices"][0]
+        def text(**fields):
+            (choice,) = running.answer(path, own, {"max_tokens": 12, "seed": 6}, fields)["choices"]
             return choice["text"] if "text" in choice else choice["message"]["content"]
 
-        none = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            assert text(path) == text(path, **OWN) != text(path, **none)
-            assert text(path, temperature=0.9) == text(path, **OWN | {"temperature": 0.9})
-
-
-def test_a_model_that_names_none_is_sampled_at_temperature_one():
-    with LLM(tiny_model(), **OPTIONS) as llm:
-        assert llm.default_sampling_params == SamplingParams()
+        assert text() == text(**OWN) != text(**none)
+        assert text(temperature=0.9) == text(**OWN | {"temperature": 0.9})
 
 
 def test_do_sample_alone_is_a_temperature_of_one(tmp_path):

@@ -15,121 +15,33 @@ from nanovllm.features.option_checks import FrozenDict
 from nanovllm.features.sampling_params import EmbeddingParams, SamplingParams
 from nanovllm.sampling_params import MAX_SEED, MIN_TEMPERATURE
 
-NAN, INFINITY = float("nan"), float("inf")
-REALS, INTEGERS = ("temperature", "top_p", "min_p"), ("top_k", "max_tokens", "min_tokens", "seed")
+ENDS = {
+    "temperature": (0, MIN_TEMPERATURE, 100.0),
+    "top_k": (-1, 0, 10**6),
+    "top_p": (1e-9, 1),
+    "min_p": (0, 1),
+    "max_tokens": (1,),
+    "min_tokens": (0,),
+    "seed": (0, MAX_SEED),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("temperature", -0.1, "temperature is -0.1; it must be a finite number of at least 0"),
-        ("temperature", NAN, "temperature is nan"),
-        ("temperature", INFINITY, "temperature is inf"),
-        ("temperature", -INFINITY, "temperature is -inf"),
-        pytest.param("temperature", 10**400, "temperature is .* a finite number", id="temperature-beyond-any-float"),
-        ("temperature", 1e-7, "temperature is 1e-07; the smallest above 0 is 1e-06. Use 0 for greedy"),
-        ("top_k", -2, "top_k is -2; it must be at least -1"),
-        ("top_p", 0, "top_p is 0; it must lie in .*temperature=0"),
-        ("top_p", -0.5, "top_p is -0.5; it must be between 0 and 1"),
-        ("top_p", 1.01, "top_p is 1.01; it must be between 0 and 1"),
-        ("top_p", NAN, "top_p is nan"),
-        ("min_p", -0.01, "min_p is -0.01; it must be between 0 and 1"),
-        ("min_p", 1.5, "min_p is 1.5; it must be between 0 and 1"),
-        ("min_p", NAN, "min_p is nan"),
-        ("max_tokens", 0, "max_tokens is 0; it must be at least 1"),
-        ("max_tokens", -5, "max_tokens is -5; it must be at least 1"),
-        ("min_tokens", -1, "min_tokens is -1; it must be at least 0"),
-        ("stop_token_ids", [3, -1], "stop_token_ids is -1; it must be at least 0"),
-        ("stop", "", "stop holds an empty string"),
-        ("stop", ["end", ""], "stop holds an empty string"),
-        ("seed", -1, "seed is -1; it must be between 0 and 18446744073709551615"),
-        ("seed", 2**64, "seed is 18446744073709551616; it must be between 0 and 18446744073709551615"),
-    ],
-)
-def test_a_value_out_of_range_is_refused(name, value, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingParams(**{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        *[(name, "1", f"{name} must be a number, not '1'") for name in REALS],
-        *[(name, None, f"{name} must be a number, not None") for name in REALS],
-        *[(name, True, f"{name} must be a number, not True") for name in REALS],
-        *[(name, 1.0, f"{name} must be a whole number, not 1.0") for name in INTEGERS],
-        *[(name, "1", f"{name} must be a whole number, not '1'") for name in INTEGERS],
-        *[(name, True, f"{name} must be a whole number") for name in INTEGERS],
-        ("top_k", None, "top_k must be a whole number, not None"),
-        ("min_tokens", None, "min_tokens must be a whole number, not None"),
-        ("ignore_eos", 1, "ignore_eos must be True or False, not 1"),
-        ("ignore_eos", None, "ignore_eos must be True or False, not None"),
-        ("stop_token_ids", 5, "stop_token_ids must be a list of token ids, not 5"),
-        ("stop_token_ids", "5", "stop_token_ids must be a list of token ids, not '5'"),
-        ("stop_token_ids", ["5"], "stop_token_ids must be a whole number, not '5'"),
-        ("stop_token_ids", [2.0], "stop_token_ids must be a whole number, not 2.0"),
-        ("stop", 5, "stop must be a string or a list of them, not 5"),
-        ("stop", b"end", "stop must be a string or a list of them, not b'end'"),
-        ("stop", [5], "stop must hold strings, not 5. Token ids belong in stop_token_ids"),
-        ("stop", ["end", None], "stop must hold strings, not None"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_refused(name, value, message):
-    with pytest.raises(TypeError, match=message):
-        SamplingParams(**{name: value})
-
-
-def test_an_unknown_parameter_is_refused():
-    with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1.0)
-
-
-def test_min_tokens_above_max_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"min_tokens is 5, above max_tokens \(4\)"):
-        SamplingParams(min_tokens=5, max_tokens=4)
+@pytest.mark.parametrize("name", ENDS)
+def test_the_ends_of_each_range_are_accepted(name):
+    assert [getattr(SamplingParams(**{name: value}), name) for value in ENDS[name]] == list(ENDS[name])
     assert SamplingParams(min_tokens=4, max_tokens=4).min_tokens == 4
-    assert SamplingParams(min_tokens=4).max_tokens is None
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", 0),
-        ("temperature", MIN_TEMPERATURE),
-        ("temperature", 100.0),
-        ("top_k", -1),
-        ("top_k", 0),
-        ("top_k", 10**6),
-        ("top_p", 1e-9),
-        ("top_p", 1),
-        ("min_p", 0),
-        ("min_p", 1),
-        ("max_tokens", 1),
-        ("min_tokens", 0),
-        ("seed", 0),
-        ("seed", MAX_SEED),
-    ],
-)
-def test_the_ends_of_each_range_are_accepted(name, value):
-    assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 def test_only_a_temperature_of_zero_is_greedy():
-    assert SamplingParams(temperature=0).is_greedy
-    assert SamplingParams(temperature=-0.0).is_greedy
-    assert not SamplingParams(temperature=MIN_TEMPERATURE).is_greedy
-    assert not SamplingParams().is_greedy
+    found = [SamplingParams(temperature=value).is_greedy for value in (0, -0.0, MIN_TEMPERATURE, 1.0)]
+    assert found == [True, True, False, False]
 
 
-def test_one_stop_string_becomes_a_tuple_of_one():
-    assert SamplingParams(stop="end").stop == ("end",)
-    assert SamplingParams(stop=["a", "bc"]).stop == ("a", "bc")
-
-
-def test_stops_left_out_or_none_are_empty():
-    for params in (SamplingParams(), SamplingParams(stop=None, stop_token_ids=None), SamplingParams(stop=[])):
-        assert params.stop == ()
-        assert params.stop_token_ids == ()
+def test_stop_strings_become_a_tuple_of_their_own():
+    given = ["a", "bc"]
+    params = SamplingParams(stop=given)
+    given.append("d")
+    assert (params.stop, SamplingParams(stop="end").stop) == (("a", "bc"), ("end",))
 
 
 @pytest.mark.parametrize("token_ids", [[5, 0], (5, 0), np.array([5, 0]), iter([5, 0]), {5: None, 0: None}])
@@ -139,9 +51,9 @@ def test_any_collection_of_stop_token_ids_becomes_a_tuple_of_ints(token_ids):
     assert {type(token_id) for token_id in stored} == {int}
 
 
-def test_numbers_of_numpy_become_plain_numbers():
+def test_numbers_of_numpy_and_fractions_become_plain_numbers():
     params = SamplingParams(
-        temperature=np.float32(0.5), top_k=np.int64(5), top_p=np.float64(0.5), min_p=np.float16(0.5),
+        temperature=np.float32(0.5), top_k=np.int64(5), top_p=Fraction(1, 2), min_p=np.float16(0.5),
         max_tokens=np.int32(7), min_tokens=np.uint8(2), seed=np.uint64(MAX_SEED),
         n=np.int8(2), logprobs=np.int64(3), prompt_logprobs=np.int64(0), truncate_prompt_tokens=np.int16(9),
     )  # fmt: skip
@@ -153,34 +65,23 @@ def test_numbers_of_numpy_become_plain_numbers():
         assert type(getattr(params, field.name)) in (float, int, bool, tuple, FrozenDict, type(None)), field.name
 
 
-def test_fractions_are_numbers():
-    assert SamplingParams(top_p=Fraction(1, 2)).top_p == 0.5
-
-
-def test_a_change_to_the_list_that_was_given_changes_nothing():
-    stops = ["a"]
-    params = SamplingParams(stop=stops)
-    stops.append("b")
-    assert params.stop == ("a",)
-
-
 CHANGES_OF_A_DICT = {
-    "set": lambda mapping: mapping.__setitem__(9, 1e9),
-    "delete": lambda mapping: mapping.__delitem__(5),
-    "unite": lambda mapping: mapping.__ior__({9: 1e9}),
-    "clear": lambda mapping: mapping.clear(),
-    "pop": lambda mapping: mapping.pop(5),
-    "popitem": lambda mapping: mapping.popitem(),
-    "setdefault": lambda mapping: mapping.setdefault(9, 1e9),
-    "update": lambda mapping: mapping.update({9: 1e9}),
+    "__setitem__": (9, 1e9),
+    "__delitem__": (5,),
+    "__ior__": ({9: 1e9},),
+    "clear": (),
+    "pop": (5,),
+    "popitem": (),
+    "setdefault": (9, 1e9),
+    "update": ({9: 1e9},),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES_OF_A_DICT.values(), ids=CHANGES_OF_A_DICT.keys())
+@pytest.mark.parametrize("change", CHANGES_OF_A_DICT)
 def test_no_bias_goes_past_the_checks_by_a_change_of_what_is_handed_out(change):
     params = SamplingParams(logit_bias={5: 1.0})
     with pytest.raises(TypeError, match="cannot be changed; build new options"):
-        change(params.logit_bias)
+        getattr(params.logit_bias, change)(*CHANGES_OF_A_DICT[change])
     assert params.logit_bias == {5: 1.0}
 
 

@@ -1,16 +1,12 @@
 """Random JSON Schemas, small ones that explode among them: each is compiled and followed, or refused with a reason."""
 
-import functools
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import StructuredOutput
-from nanovllm.features.grammar.compiler import GrammarCompiler
 from nanovllm.features.structured_output import GrammarError
-from tests.support.structured import EOS, allowed
-from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
+from tests.support.structured import EOS, allowed, grammars
 
 NUM_TOKENS = 6  # of each output
 TYPES = ["string", "integer", "number", "object", "array", "boolean", "null"]
@@ -74,11 +70,6 @@ def bombs():
         lambda found: {"allOf": [{"type": "integer", "multipleOf": divisor} for divisor in found]}
     )
     return patterns | divisors
-
-
-@functools.cache
-def grammars():
-    return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
 @pytest.mark.full

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pydantic
 import pytest
@@ -18,14 +16,11 @@ from nanovllm.features.grammar.compiler import GrammarCompiler
 from nanovllm.features.grammar.trials import LIMITS_TEXT
 from nanovllm.features.structured_output import GrammarError
 from nanovllm.requests import RequestLimits
-from tests.support.structured import allowed, assert_equal_masks
+from tests.support.structured import EOS, allowed, assert_equal_masks, grammars, is_document
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
-EOS = 3
 
-
-@functools.cache
-def grammars():
+def new_compiler():
     return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
 
 
@@ -185,7 +180,7 @@ def test_a_grammar_names_special_tokens_and_frees_a_text_before_its_form():
 
 def test_compiled_grammars_are_kept_and_the_least_recently_used_go(monkeypatch):
     monkeypatch.setattr(compiler, "MAX_CACHED_BYTES", 3 * compiler.STATES_BYTES - 1)
-    own = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
+    own = new_compiler()
     forms = [StructuredOutput(regex=regex) for regex in "abc"]
     first, second = own.matcher(forms[0]), own.matcher(forms[1])
     assert own.matcher(StructuredOutput(regex="a")) is first
@@ -204,7 +199,7 @@ def test_compiled_grammars_are_kept_and_the_least_recently_used_go(monkeypatch):
     ids=lambda form: next(iter(form)),
 )
 def test_sets_of_tokens_that_are_allowed_at_once_change_no_mask(form):
-    own, plain = (GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, [EOS]) for _ in range(2))
+    own, plain = (new_compiler() for _ in range(2))
     plain.__dict__["vocabulary"] = own.vocabulary.with_slices([])
     assert_equal_masks((own, plain), StructuredOutput(**form), num_texts=3, most=30)
 
@@ -216,16 +211,6 @@ SPACED = [
     ({"x-guidance": {"whitespace_pattern": "\n*"}}, ['{\n\n\n"a":1}'], ['{ "a":1}']),
     ({"x-guidance": {"lenient": True}}, [INDENTED], ['{\n\n"a":1}']),
 ]
-
-
-def is_document(form, text):
-    matcher = grammars().matcher(form).copy()
-    try:
-        for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):
-            matcher.consume(token_id)
-    except GrammarError:
-        return False
-    return bool(matcher.is_complete())
 
 
 @pytest.mark.parametrize("is_object", [True, False], ids=["json_object", "json_schema"])
@@ -244,14 +229,11 @@ def test_white_space_of_any_document_has_an_end_too():
 
 
 def test_threads_compile_side_by_side():
-    own, found = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,)), []
+    own = new_compiler()
     forms = [StructuredOutput(regex=f"[a-z]{{{number % 4 + 1}}}") for number in range(16)]
-    threads = [threading.Thread(target=lambda form=form: found.append(own.matcher(form).copy())) for form in forms]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 16 and all(allowed(matcher) for matcher in found)
+    with ThreadPoolExecutor(16) as threads:
+        matchers = threads.map(lambda form: own.matcher(form).copy(), forms)
+        assert all(map(allowed, matchers))
 
 
 class Slow:
@@ -261,29 +243,25 @@ class Slow:
         return VOCAB_SIZE
 
 
-def process(tokenizer, eos_token_ids=(EOS,), **options):
+def process(prompts, form, tokenizer=None, eos_token_ids=(EOS,)):
+    """Prompts of one call with this form, as an engine with this tokenizer takes them."""
     limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=eos_token_ids)
-    params = SamplingParams(structured_output=StructuredOutput(regex="a"), **options)
-    return build_input_processor(tokenizer, EngineConfig(max_model_len=64), limits).process(
-        [[1, 2]], params, request_ids="0"
-    )
+    processor = build_input_processor(tokenizer, EngineConfig(max_model_len=64), limits)
+    return processor.process(prompts, SamplingParams(structured_output=form), request_ids="01"[: len(prompts)])
 
 
 def test_what_a_model_or_its_tokenizer_lacks_is_named():
-    with pytest.raises(ValueError, match="structured_output need a tokenizer, and the engine was built without one"):
-        process(None)
-    with pytest.raises(ValueError, match=r"needs a tokenizer that llguidance can read, .* of this Slow it says"):
-        process(Slow())
-    without_template = copy.deepcopy(tiny_tokenizer())
+    without_template = tiny_tokenizer()
     without_template.chat_template = None
-    with pytest.raises(ValueError, match="structured_output needs an end-of-sequence token"):
-        process(without_template, ())
+    for tokenizer, eos_token_ids, said in (
+        (None, (EOS,), "structured_output need a tokenizer, and the engine was built without one"),
+        (Slow(), (EOS,), "needs a tokenizer that llguidance can read, .* of this Slow it says"),
+        (without_template, (), "structured_output needs an end-of-sequence token"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            process([[1, 2]], {"regex": "a"}, tokenizer, eos_token_ids)
 
 
 def test_prompts_of_one_call_share_what_was_compiled():
-    limits = RequestLimits(VOCAB_SIZE, VOCAB_SIZE, "Tiny", eos_token_ids=(EOS,))
-    params = SamplingParams(structured_output=StructuredOutput(choice=["a"]))
-    one, two = build_input_processor(tiny_tokenizer(), EngineConfig(max_model_len=64), limits).process(
-        [[1], [2]], params, request_ids="01"
-    )
+    one, two = process([[1], [2]], {"choice": ["a"]}, tiny_tokenizer())
     assert one.matcher is two.matcher is not None

@@ -68,14 +68,23 @@ class Serving:
         with self.http(verify=False) as http:  # no certificates to read
             return http.request(method, path, json=json, **options)
 
-    def error(self, path, *fields, status=400):
-        """The error of a refused request, whose body has these fields as objects or JSON; the last ones count."""
+    def answer(self, path, *fields, status=200, **options):
+        """What a request is answered, whose body has these fields as objects or JSON; the last ones count."""
         body = {}
         for given in fields:
             body |= json.loads(given) if isinstance(given, str) else given
-        answer = self.post(path, body)
+        answer = self.post(path, body, **options)
         assert answer.status_code == status, answer.text
-        return answer.json()["error"]
+        return answer.json()
+
+    def error(self, path, *fields, status=400, **options):
+        """The error of such a request, which is refused."""
+        return self.answer(path, *fields, status=status, **options)["error"]
+
+    def refuses(self, path, param, said, *fields, status=400):
+        """Check that such a request is refused by the name of this field and with these words."""
+        error = self.error(path, *fields, status=status)
+        assert error["param"] == param and said in error["message"], error
 
     get = partialmethod(request, "GET")
     head = partialmethod(request, "HEAD")

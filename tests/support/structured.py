@@ -13,8 +13,10 @@ from llguidance.hf import from_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from nanovllm import LLM, StructuredOutput
+from nanovllm.features.grammar.compiler import GrammarCompiler
+from nanovllm.features.structured_output import GrammarError
 from tests.support.layer_kinds import own_answer
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 EOS = 3  # <|end|>
 SCHEMA = {
@@ -125,3 +127,20 @@ def assert_equal_masks(compilers, form, *, num_texts, most):
             token_id = int(chance.choice([token_id for token_id in one if token_id != EOS]))
             for matcher in matchers:
                 matcher.consume(token_id)
+
+
+@functools.cache
+def grammars():
+    """The compiler of the tiny tokenizer, shared by tests that look at forms alone."""
+    return GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE, (EOS,))
+
+
+def is_document(form, text):
+    """Whether the text is a complete output of the form, token by token."""
+    matcher = grammars().matcher(form).copy()
+    try:
+        for token_id in tiny_tokenizer().encode(text, add_special_tokens=False):
+            matcher.consume(token_id)
+    except GrammarError:
+        return False
+    return matcher.is_complete()
