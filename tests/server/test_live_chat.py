@@ -6,8 +6,8 @@ import shlex
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.live_pages import answered, ask, contains, live_pages, matches, press, question, shows, state
-from tests.support.serving import serving, user
+from tests.support.live_pages import answered, ask, contains, matches, press, question, shows, state
+from tests.support.serving import served, serving, user
 
 # Each would run script, load something or break out of its place, in one renderer of Markdown or another.
 HOSTILE = """<script>document.title = "ran"</script>
@@ -39,23 +39,7 @@ HOSTILE = """<script>document.title = "ran"</script>
 ALLOWED = {"P", "A", "CODE", "PRE", "DIV", "SPAN", "BUTTON", "UL", "LI", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD"}
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(max_model_len=1024) as running:
-        yield running
-
-
-@pytest.fixture
-def open_page(browser):
-    with live_pages(browser) as open_page:
-        yield open_page
-
-
-@pytest.fixture
-def page(running, open_page):
-    page = open_page(running.url)
-    state(page, "live")
-    return page
+running = served(lambda: serving(max_model_len=1024))
 
 
 def answer_with(page, text, size=7):

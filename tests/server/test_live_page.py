@@ -16,7 +16,6 @@ from tests.support.live_pages import (
     answered,
     ask,
     contains,
-    live_pages,
     matches,
     press,
     question,
@@ -34,19 +33,6 @@ def running():
     tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "\n")  # no token that ends a random answer
     with serving(tokenizer=tokenizer, max_model_len=1024) as running:
         yield running
-
-
-@pytest.fixture
-def open_page(browser):
-    with live_pages(browser) as open_page:
-        yield open_page
-
-
-@pytest.fixture
-def page(running, open_page):
-    page = open_page(running.url)
-    state(page, "live")
-    return page
 
 
 def step(page):

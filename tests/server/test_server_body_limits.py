@@ -10,7 +10,7 @@ from nanovllm.serving.server import body_limits
 from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
-from tests.support.serving import function_tool, serving, user
+from tests.support.serving import function_tool, served, serving, user
 from tests.support.tiny_models import tiny_model
 
 EMPTY = user("")
@@ -18,10 +18,7 @@ TOOL = function_tool("f")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving({"max_prompts": 8, "max_messages": 2000}) as running:
-        yield running
+running = served(lambda: serving({"max_prompts": 8, "max_messages": 2000}))
 
 
 @pytest.mark.parametrize("spaces", [0, 3, 70_000])  # of strings with quotes, backslashes and commas

@@ -1,6 +1,5 @@
 """Tool calls as models write them: each format's own form, and the deviations that users of public engines report."""
 
-import json
 import random
 import re
 
@@ -8,8 +7,8 @@ import pytest
 
 from nanovllm.serving.server.answers.answer_format import AnswerFormat
 from nanovllm.serving.server.answers.call_formats import FORMATS
-from nanovllm.serving.server.answers.tool_calls import ToolStream
 from nanovllm.serving.server.openai.responses_items import is_json
+from tests.support.answer_cuts import cuts, loaded, read
 
 TEXT = {"type": "string"}
 TOOLS = {
@@ -274,50 +273,19 @@ CALLS = [  # format, text, content, calls
 ]  # fmt: skip
 
 
-def parsed(form, parts):
-    stream = ToolStream(FORMATS[form], TOOLS)
-    content, calls = "", []
-    for number, part in enumerate(parts):
-        for new in stream.add(part, is_last=number == len(parts) - 1):
-            if isinstance(new, str):
-                content += new
-            else:
-                calls.append((new["function"]["name"], json.loads(new["function"]["arguments"])))
+def answer(form, parts, **options):
+    """Content and calls of an answer in parts."""
+    stream = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False, **options)
+    _, content, calls = read(stream, parts)
+    assert stream.num_calls == len(calls)
     return content, calls
-
-
-def cuts(text, chance):
-    """The text in pieces: whole, single characters, two pieces, and at random."""
-    found = [[text], list(text)]
-    found += [[text[:at], text[at:]] for at in range(1, len(text))]
-    for _ in range(10):
-        places = sorted(chance.sample(range(len(text) + 1), min(len(text), chance.randint(1, 8))))
-        found.append([text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])
-    return found
 
 
 @pytest.mark.parametrize("form, text, content, calls", CALLS)
 def test_a_call_is_read_with_all_its_arguments_or_stays_text(form, text, content, calls):
-    assert parsed(form, [text]) == (content, calls)
     for parts in cuts(text, random.Random(text)):
-        assert parsed(form, parts) == (content, calls), parts
-
-
-def joined(form, parts):
-    """Content and calls of an answer whose calls are returned in parts."""
-    stream = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False, streams_calls=True)
-    content, calls = "", []
-    for number, part in enumerate(parts):
-        for new in stream.add(part, is_last=number == len(parts) - 1).parts:
-            if isinstance(new, str):
-                content += new
-            elif "id" in new:
-                calls.append((new["function"]["name"], new["function"]["arguments"]))
-            else:
-                name, arguments = calls.pop()
-                calls.append((name, arguments + new["function"]["arguments"]))
-    assert stream.num_calls == len(calls)
-    return content, calls
+        shown, found = answer(form, parts)
+        assert (shown, loaded(found)) == (content, calls), parts
 
 
 HARMONY = "<|channel|>commentary to=functions.read <|constrain|>json<|message|>"
@@ -345,23 +313,16 @@ def test_damaged_calls_are_read_the_same_however_they_are_cut(form, text):
                 ["", "}", '"', "<", "```", "a text ", pieces[place]]
             )
         damaged = "".join(pieces)
-        found = []
-        for parts in [[damaged], *cuts(damaged, draw)]:
-            stream = ToolStream(FORMATS[form], TOOLS)
-            read = [new for at, part in enumerate(parts) for new in stream.add(part, is_last=at == len(parts) - 1)]
-            content = "".join(new for new in read if isinstance(new, str))
-            found.append((content, [new["function"] for new in read if not isinstance(new, str)]))
-        assert all(each == found[0] for each in found), damaged
+        whole, *others = (answer(form, parts) for parts in cuts(damaged, draw))
+        assert all(each == whole for each in others), damaged
 
 
 @pytest.mark.parametrize("form, text, content, calls", STREAMED)
 def test_parts_of_calls_join_to_the_whole_answers_calls_however_it_is_cut(form, text, content, calls):
-    whole = AnswerFormat(None, FORMATS[form]).stream(TOOLS, is_open=False).add(text, is_last=True)
-    expected = [(call["function"]["name"], call["function"]["arguments"]) for call in whole.calls]
-    assert whole.content == content
-    assert [(name, json.loads(arguments)) for name, arguments in expected] == calls
+    shown, expected = answer(form, [text])
+    assert (shown, loaded(expected)) == (content, calls)
     for parts in cuts(text, random.Random(text)):
-        streamed, found = joined(form, parts)
+        streamed, found = answer(form, parts, streams_calls=True)
         if calls:
             assert (streamed, found) == (content, expected), parts
         else:  # a call that turned out to be none, or was cut off, may have begun, and stays incomplete

@@ -6,9 +6,8 @@ import openai
 import pytest
 from anthropic import beta_tool
 
-from tests.support.scripted import TOOL_TEMPLATE, ending_model, prompt_of, says
-from tests.support.serving import MODEL, serving, user
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.scripted import TOOL_TEMPLATE, ending_model, prompt_of, says, thinking_tokenizer
+from tests.support.serving import MODEL, served, serving, user
 
 CALL = '<tool_call>{"name": "read", "arguments": {"path": "a.txt"}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "additionalProperties": False}
@@ -16,12 +15,9 @@ FUNCTION = {"name": "read", "parameters": SCHEMA | {"required": ["path"]}, "stri
 ASK = [user("Hello")]
 
 
-@pytest.fixture(scope="module")
-def running():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TOOL_TEMPLATE
-    with serving({"tool_format": "hermes"}, tokenizer=tokenizer, model=ending_model()) as running:
-        yield running
+running = served(
+    lambda: serving({"tool_format": "hermes"}, tokenizer=thinking_tokenizer(TOOL_TEMPLATE), model=ending_model())
+)
 
 
 @beta_tool

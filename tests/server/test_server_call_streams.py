@@ -2,11 +2,8 @@
 
 import json
 
-import pytest
-
-from tests.support.scripted import TOOL_TEMPLATE, ending_model, says
-from tests.support.serving import MODEL, function_tool, serving, user
-from tests.support.tiny_models import tiny_tokenizer
+from tests.support.scripted import TOOL_TEMPLATE, ending_model, says, thinking_tokenizer
+from tests.support.serving import MODEL, function_tool, served, serving, user
 
 ARGUMENTS = {"path": "/x", "content": 'one "two" three'}
 CALLS = (
@@ -22,12 +19,9 @@ MESSAGES = [user("Hello")]
 EXPECTED = [("write", ARGUMENTS), ("now", {})]
 
 
-@pytest.fixture(scope="module")
-def running():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TOOL_TEMPLATE
-    with serving({"tool_format": "hermes"}, tokenizer=tokenizer, model=ending_model()) as running:
-        yield running
+running = served(
+    lambda: serving({"tool_format": "hermes"}, tokenizer=thinking_tokenizer(TOOL_TEMPLATE), model=ending_model())
+)
 
 
 def events(running, path, body):

@@ -35,12 +35,6 @@ HARMLESS = json.loads("""{"metadata": {"trace": "7"}, "store": true, "service_ti
 LITELLM = "this model's maximum context length is"
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
-
-
 def test_what_cannot_change_an_answer_is_taken_and_changes_none(running):
     with running.client() as client:
         options = {"model": MODEL, "seed": 3, "max_tokens": 8, "tools": [TOOL]}

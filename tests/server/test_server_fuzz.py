@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 
 from nanovllm.serving.server.app import create_app
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.serving import MODEL, function_tool, serving, user
+from tests.support.serving import MODEL, function_tool, served, serving, user
 from tests.support.structured import model
 
 # Bodies for each endpoint; the environment variable FUZZ_EXAMPLES raises it.
@@ -31,10 +31,7 @@ BROKEN = [b"", b"null", b"[]", b'"x"', b"{", b"\xff\xfe", b"\xef\xbb\xbf{}", b'{
 KINDS = ["application/json", "application/x-www-form-urlencoded", "text/plain", "multipart/form-data; boundary=x", ""]
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(model=model()) as running:
-        yield running
+running = served(lambda: serving(model=model()))
 
 
 def routes(app):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.serving import MODEL, serving, user
+from tests.support.serving import MODEL, served, serving, user
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 TEXTS = ["The capital of France is Paris.", "Two and two are four."]
@@ -12,10 +12,7 @@ USER = [user("hello")]
 REFUSAL = "LlamaModel has no language model head, so it generates nothing: it embeds"
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(model=tiny_model(num_layers=1).base_model) as running:
-        yield running
+running = served(lambda: serving(model=tiny_model(num_layers=1).base_model))
 
 
 def states():

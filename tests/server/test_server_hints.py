@@ -16,7 +16,7 @@ from nanovllm.serving.server.anthropic.protocol import AssistantMessage, Message
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from nanovllm.serving.server.openai.responses_protocol import FunctionTool, OtherItem, ResponsesRequest
 from tests.support.pages import TEXTS, inline_code, tables
-from tests.support.serving import MODEL, serving, user
+from tests.support.serving import MODEL, served, serving, user
 from tests.support.structured import model
 
 ASK = [user("Hello")]
@@ -74,10 +74,7 @@ TABLES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(model=model()) as running:
-        yield running
+running = served(lambda: serving(model=model()))
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from nanovllm.serving.server.anthropic.protocol import MessagesRequest
 from nanovllm.serving.server.anthropic.translation import as_chat
 from tests.support.scripted import END, ending_model, prompt_of, says, thinking_tokenizer
-from tests.support.serving import MODEL, serving, user
+from tests.support.serving import MODEL, served, serving, user
 from tests.support.tiny_models import tiny_tokenizer
 
 ASK = [user("Hello")]
@@ -24,10 +24,7 @@ ANSWER = f"Two and two</think>Let me see.{CALL}"
 EVENTS = TypeAdapter(RawMessageStreamEvent)
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()) as running:
-        yield running
+running = served(lambda: serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Reasoning: thought split from content by the chat template's markers, efforts, and variables of the template."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from nanovllm.serving.server.anthropic.translation import as_chat, renamed
 from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from nanovllm.serving.server.openai.translated import translated
+from tests.support.answer_cuts import cuts, read
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, says, thinking_tokenizer
-from tests.support.serving import MODEL, function_tool, serving, user
+from tests.support.serving import MODEL, function_tool, served, serving, user
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 ASK = [user("Hello")]
@@ -57,25 +59,18 @@ ANSWERS = [
 
 
 def split(name, is_open, parts):
+    """Thought, content and names of the tools called of an answer in parts."""
     special = {"<|eot|>", "[THINK]", "[/THINK]", "<|START_THINKING|>", "<|END_THINKING|>", "<|channel>", "<channel|>"}
     form = AnswerFormat(REASONING_FORMATS[name], FORMATS["hermes"], frozenset(special))
-    stream = form.stream({"weather": {}}, is_open=is_open)
-    thought, content, names = "", "", []
-    for number, part in enumerate(parts):
-        new = stream.add(part, is_last=number == len(parts) - 1)
-        thought += new.reasoning
-        content += new.content
-        names += [call["function"]["name"] for call in new.calls]
-    return thought, content, names
+    thought, content, calls = read(form.stream({"weather": {}}, is_open=is_open), parts)
+    return thought, content, [called for called, _ in calls]
 
 
 @pytest.mark.parametrize("name, is_open, text, thought, content, names", ANSWERS)
 def test_thought_content_and_calls_are_separated_wherever_an_answer_is_cut(
     name, is_open, text, thought, content, names
 ):
-    cuts = [[text], *([text[:at], text[at:]] for at in range(len(text) + 1))]  # special tokens too: stop strings do so
-    cuts += [[text[at : at + size] for at in range(0, len(text), size)] for size in (1, 2, 3, 7)]
-    for parts in cuts:
+    for parts in cuts(text, random.Random(text)):  # within special tokens too: stop strings do so
         assert split(name, is_open, parts) == (thought, content, names), parts
 
 
@@ -113,10 +108,7 @@ def test_the_format_is_found_in_the_chat_template(template, name):
     assert (None if form is None else form.name) == name
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()) as running:
-        yield running
+running = served(lambda: serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()))
 
 
 def test_a_whole_answer_has_its_thought_apart(running, monkeypatch):

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from nanovllm import SamplingParams
 from nanovllm.errors import EngineDeadError
 from tests.support.scripted import END, ending_model, prompt_of, says, thinking_tokenizer
-from tests.support.serving import MODEL, serving, user
+from tests.support.serving import MODEL, served, serving, user
 
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -21,16 +21,7 @@ EVENTS = TypeAdapter(ResponseStreamEvent)
 SEALED = ["reasoning.encrypted_content"]
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with running.client() as client:
-        yield client
+running = served(lambda: serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()))
 
 
 @pytest.fixture(scope="module")

@@ -257,12 +257,6 @@ def test_it_listens_on_the_loopback_by_default():
     assert ServerSettings().host == "127.0.0.1"
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving() as running:
-        yield running
-
-
 MANY = 20_000
 
 

@@ -22,7 +22,7 @@ from nanovllm.serving.server.openai import turn
 from nanovllm.serving.server.openai.forms import constraints_of
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
-from tests.support.serving import MODEL, function_tool, serving, user
+from tests.support.serving import MODEL, function_tool, served, serving, user
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 ASK = [user("Hello")]
@@ -46,16 +46,7 @@ class Days(BaseModel):
     days: Literal[3, 5, 7]
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(model=ending_model()) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(running):
-    with running.client() as client:
-        yield client
+running = served(lambda: serving(model=ending_model()))
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,14 @@ import json
 import pytest
 
 from tests.support.scripted import ending_model, prompt_of
-from tests.support.serving import function_tool, serving, user
+from tests.support.serving import function_tool, served, serving, user
 from tests.support.template_families import FAMILIES
-from tests.support.tiny_models import tiny_tokenizer
 
 CHATS = "/v1/chat/completions"
 QUESTION, ANSWER, RULE, NEXT = "the question", "an answer", "a late rule", "go on"
 
 
-@pytest.fixture(scope="module")
-def running():
-    options = {"max_model_len": 2048, "num_kv_blocks": 400}
-    with serving({}, model=ending_model(), tokenizer=tiny_tokenizer(), **options) as running:
-        yield running
+running = served(lambda: serving(model=ending_model(), max_model_len=2048, num_kv_blocks=400))
 
 
 def chat_body(kind, *, arguments='{"path": "a.txt"}'):

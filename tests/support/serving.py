@@ -13,6 +13,7 @@ from typing import Any
 import anthropic
 import httpx
 import openai
+import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.serving.server.app import build_server, create_app
@@ -139,6 +140,17 @@ def serving(
         yield running
     finally:
         running.stop()  # closes the engine too
+
+
+def served(open_server):
+    """A fixture: the server of a file, which `open_server` opens when a test needs it."""
+
+    @pytest.fixture(scope="module")
+    def running():
+        with open_server() as running:
+            yield running
+
+    return running
 
 
 def run_in_subprocess(work):

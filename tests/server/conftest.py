@@ -1,0 +1,30 @@
+"""A server for the tests of a file and clients for it; a file that needs another server has a `running` of its own."""
+
+import pytest
+
+from tests.support.serving import served, serving
+
+running = served(serving)
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with running.client() as client:
+        yield client
+
+
+@pytest.fixture
+def open_page(browser):
+    from tests.support.live_pages import live_pages
+
+    with live_pages(browser) as open_page:
+        yield open_page
+
+
+@pytest.fixture
+def page(running, open_page):
+    from tests.support.live_pages import state
+
+    page = open_page(running.url)
+    state(page, "live")
+    return page
