@@ -12,22 +12,20 @@ from nanovllm.serving.server import app
 from nanovllm.serving.server.engine_process import EngineProcessLLM, front_door
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import bounded
+from tests.support.llms import generate
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
-from tests.support.serving import comes_true, serving
+from tests.support.serving import comes_true, served, serving
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PARAMS = SamplingParams(seed=5, temperature=0.9, max_tokens=150, ignore_eos=True)
 BODY = {"model": "tiny", "seed": 5, "temperature": 0.9, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(model=tiny_folder(), front_door=EngineProcessLLM, **OPTIONS) as running:
-        yield running
+running = served(lambda: serving(model=tiny_folder(), front_door=EngineProcessLLM, **OPTIONS))
 
 
-def expected(prompt, params=PARAMS):
-    return one_engine().generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+def expected(prompt):
+    return generate(one_engine(), prompt, PARAMS)[0].outputs[0].text
 
 
 def streamed(running, prompt):
@@ -42,27 +40,24 @@ def test_answers_and_streams_are_those_of_an_engine_in_the_servers_process(runni
     answer = running.client().completions.create(prompt=prompts, **BODY)
     assert [choice.text for choice in answer.choices] == [expected(prompt) for prompt in prompts]
     assert "".join(streamed(running, prompts[0])) == expected(prompts[0])
-    with running.http() as http:
-        cached = http.post("/v1/completions", json={"prompt": prompts[0] * 4, "max_tokens": 1}).json()
-        cached = http.post("/v1/completions", json={"prompt": prompts[0] * 4, "max_tokens": 1}).json()
-        assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    for _ in range(2):
+        answer = running.answer("/v1/completions", {"prompt": prompts[0] * 4, "max_tokens": 1})
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
-@pytest.mark.full
 @pytest.mark.full
 def test_a_stream_goes_on_when_its_engine_is_killed_and_health_says_so_meanwhile(running):
     prompt = random_prompts(1, low=30, high=30, seed=42)[0]
     texts = []
-    with running.http() as http:
-        for text in streamed(running, prompt):
-            texts.append(text)
-            if len(texts) == 20:
-                (dead,) = running.engine.replicas()
-                os.kill(dead.process_id, signal.SIGKILL)
-                comes_true(lambda: http.get("/health").status_code == 503)
-        assert "".join(texts) == expected(prompt)
-        comes_true(lambda: http.get("/health").status_code == 200)
-        (now,) = http.get("/health").json()["replicas"]
+    for text in streamed(running, prompt):
+        texts.append(text)
+        if len(texts) == 20:
+            (dead,) = running.engine.replicas()
+            os.kill(dead.process_id, signal.SIGKILL)
+            comes_true(lambda: running.get("/health").status_code == 503)
+    assert "".join(texts) == expected(prompt)
+    comes_true(lambda: running.get("/health").status_code == 200)
+    (now,) = running.get("/health").json()["replicas"]
     assert (now["state"], now["restarts"]) == ("up", 1)
 
 

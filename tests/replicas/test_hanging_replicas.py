@@ -1,8 +1,6 @@
 """An engine process whose step hangs ends itself, and one that says nothing at all is ended by its front."""
 
-import os
 import queue
-import signal
 import threading
 
 import pytest
@@ -15,11 +13,8 @@ from nanovllm.serving.replicas import engine_process, fleet
 from nanovllm.serving.replicas.engine_process import Intake, Reporter
 from nanovllm.serving.replicas.fleet import Fleet
 from nanovllm.serving.replicas.messages import Add, Died, SentRequest
-from nanovllm.serving.server.engine_process import EngineProcessLLM
 from nanovllm.serving.streaming.engine_thread import EngineThread
-from tests.support.replicas import OPTIONS, one_engine, tiny_folder
-from tests.support.serving import serving
-from tests.support.tiny_models import random_prompts
+from tests.support.replicas import OPTIONS, tiny_folder
 
 
 def test_a_replica_whose_step_hangs_reports_its_death_and_ends_its_process(monkeypatch):
@@ -46,23 +41,3 @@ def test_a_silent_replica_is_dead_after_step_timeout_and_earlier_where_another_t
 ):
     assert fleet.STALL_SECONDS == 120.0
     assert Fleet([None] * count, tiny_folder(), step_timeout=step_timeout)._stall_seconds == seconds
-
-
-@pytest.mark.full
-def test_a_stream_goes_on_when_its_engine_says_nothing_any_more(monkeypatch):
-    """The process is stopped as a whole, so its own watchdog is too."""
-    prompt = random_prompts(1, low=30, high=30, seed=43)[0]
-    params = {"seed": 5, "temperature": 0.9, "max_tokens": 150}
-    expected = one_engine().generate(prompt, SamplingParams(**params, ignore_eos=True), use_tqdm=False)
-    with serving(model=tiny_folder(), front_door=EngineProcessLLM, **OPTIONS) as running:
-        monkeypatch.setattr(running.engine._engine_thread._engine._fleet, "_stall_seconds", 2.0)
-        (before,) = running.engine.replicas()
-        body = params | {"model": "tiny", "extra_body": {"ignore_eos": True}}
-        texts = []
-        for chunk in running.client().completions.create(prompt=prompt, stream=True, **body):
-            texts.append(chunk.choices[0].text)
-            if len(texts) == 5:
-                os.kill(before.process_id, signal.SIGSTOP)
-        assert "".join(texts) == expected[0].outputs[0].text
-        (after,) = running.engine.replicas()
-        assert after.num_restarts == 1 and after.process_id != before.process_id

@@ -36,10 +36,12 @@ class Fleet:
     wait = drop = restart = wake
 
 
-def make_pool():
+def make_pool(now=1.0):
     config, fleet = make_config(data_parallel_size=2, block_size=16), Fleet()
     processor = InputProcessor(None, config, RequestLimits(100, 100, "Tiny"))
-    return ReplicaPool(fleet, PoolParts(config, processor, None, "", expects_prefixes=False), round_robin()), fleet
+    pool = ReplicaPool(fleet, PoolParts(config, processor, None, "", expects_prefixes=False), round_robin())
+    pool.clock = lambda: now
+    return pool, fleet
 
 
 def request(**options):
@@ -63,8 +65,7 @@ def test_a_request_whose_replica_dies_goes_to_another_one():
 
 
 def test_a_request_that_ends_in_the_step_of_its_replicas_death_is_not_sent_again():
-    pool, fleet = make_pool()
-    pool.clock = lambda: 3.0 + GRACE_SECONDS
+    pool, fleet = make_pool(now=3.0 + GRACE_SECONDS)
     pool.add(request(timeout=1.0))
     fleet.reports = [(fleet.replicas[0], None)]
     pool.step()
@@ -73,8 +74,7 @@ def test_a_request_that_ends_in_the_step_of_its_replicas_death_is_not_sent_again
 
 
 def test_a_request_that_waits_for_a_replica_ends_at_its_timeout_and_is_not_sent_when_one_is_up():
-    pool, fleet = make_pool()
-    pool.clock = lambda: 3.0 + GRACE_SECONDS
+    pool, fleet = make_pool(now=3.0 + GRACE_SECONDS)
     fleet.up = []
     pool.add(request(timeout=1.0))
     pool.step()

@@ -127,6 +127,11 @@ def test_every_event_says_whose_child_the_block_is(seed):
 # --------------------------------------------------------------------------------------------------- single events
 
 
+def hashes(tokens):
+    """Of the whole blocks of a prompt that goes on behind them."""
+    return set(PromptHashes([*tokens, 9], SIZE))
+
+
 def test_a_content_is_held_until_the_last_of_its_blocks_is_gone():
     followed = Followed(make_manager(2))
     first, second = make_sequence(A), make_sequence(A, arrival=1)
@@ -136,13 +141,13 @@ def test_a_content_is_held_until_the_last_of_its_blocks_is_gone():
     for sequence in (first, second):
         followed.manager.register(sequence, 0, 1, step_id=1)
     held = set(followed.flush())
-    assert held == set(PromptHashes([*A, 9], SIZE)) and len(followed.seen) == 1
+    assert held == hashes(A) and len(followed.seen) == 1
     release(followed.manager, first)
     computed(followed.manager, D)  # takes the first one's block
     assert held < followed.flush()
     release(followed.manager, second)
     computed(followed.manager, B)
-    assert followed.flush() == set(PromptHashes([*D, 9], SIZE)) | set(PromptHashes([*B, 9], SIZE))
+    assert followed.flush() == hashes(D) | hashes(B)
 
 
 def test_what_a_failed_step_made_findable_is_withdrawn():
@@ -174,13 +179,6 @@ def test_a_batch_is_hardly_more_than_its_hashes():
     assert len(events) == 100
     assert len(encode(events)) == 100 * 16 + 5
     assert encode([event._replace(of_states=True) for event in events]) == b""
-
-
-def test_without_an_observer_a_manager_records_nothing():
-    manager = make_manager(8)
-    computed(manager, [*A, *B])
-    manager.reset_prefix_cache()
-    assert manager.observer is None
 
 
 # ------------------------------------------------------------------------------------------------ batches of an engine
@@ -244,15 +242,13 @@ def test_a_burst_with_one_prefix_stays_on_one_replica_before_any_event():
 
 
 def test_what_was_expected_is_forgotten_once_all_that_expect_it_have_settled():
-    index, hashes = PrefixIndex(), PromptHashes([*A, *B, 9], SIZE)
-    index.expect("one", hashes)
+    index, prompt = PrefixIndex(), PromptHashes([*A, *B, 9], SIZE)
+    index.expect("one", prompt)
     index.expect("two", PromptHashes([*A, 9], SIZE))
-    assert index.num_hits(hashes) == 2
-    index.settle("one")
-    assert index.num_hits(hashes) == 1
-    index.settle("two")
-    index.settle("two")
-    assert index.num_hits(hashes) == 0
+    assert index.num_hits(prompt) == 2
+    for settled, num_hits in (("one", 1), ("two", 0), ("two", 0)):
+        index.settle(settled)
+        assert index.num_hits(prompt) == num_hits
 
 
 def test_what_events_confirm_stays_when_a_request_settles():
@@ -282,6 +278,5 @@ def test_a_restarted_replica_holds_nothing():
     queue = ReplicaQueue(0)
     queue.prefixes = followed.index
     queue.bury(0.0)
-    assert followed.index.num_hits(PromptHashes([*A, 9], SIZE)) == 0
-    assert followed.index.num_hits(PromptHashes([*B, 9], SIZE)) == 0
+    assert [followed.index.num_hits(PromptHashes([*tokens, 9], SIZE)) for tokens in (A, B)] == [0, 0]
     followed.index.settle("one")

@@ -16,7 +16,8 @@ from nanovllm.features.refusals import REFUSALS, REPLICAS, TENSOR_PARALLEL
 from nanovllm.features.scoring import scores
 from tests.support.async_llms import collect
 from tests.support.features import public_names, refusals
-from tests.support.replicas import completions, tiny_folder
+from tests.support.llms import generate
+from tests.support.replicas import answers, completions, tiny_folder
 from tests.support.sweeps import CALIBRATION
 from tests.support.tiny_models import random_prompts, tiny_tokenizer
 
@@ -49,7 +50,6 @@ OTHERS = {
 MESSAGES = [{"role": "user", "content": "what is there <|end|> to say"}]
 PROMPTS = random_prompts(4, low=20, high=40, seed=41)
 SCORED = ("the capital", ["Paris is the capital.", "Two and two are four."])
-DRAWN = SamplingParams(max_tokens=8)
 LONG = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
 
@@ -58,49 +58,31 @@ def favour_the_last(token_ids, logits):
     return logits
 
 
-# Proof that a parameter has an effect: answers differ from those without it.
-PARAMS = {
-    "n": {"n": 3},
-    "truncate_prompt_tokens": {"truncate_prompt_tokens": 3},
-    "allowed_token_ids": {"allowed_token_ids": (3, 300, 400, 500)},
-    "bad_words": {"bad_words": (tiny_tokenizer().decode([7]),)},
-    "logit_bias": {"logit_bias": {7: 9.0, 400: 9.0}},
-    "repetition_penalty": {"repetition_penalty": 1.6},
-    "frequency_penalty": {"frequency_penalty": 1.5},
-    "presence_penalty": {"presence_penalty": 1.5},
-    "logits_processors": {"logits_processors": (favour_the_last,)},
-    "temperature": {"temperature": 2.0},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.3},
-    "min_p": {"min_p": 0.3},
-    "logprobs": {"logprobs": 2},
-    "prompt_logprobs": {"prompt_logprobs": 1},
-    "prompt_logprobs_start": {"prompt_logprobs": 1, "prompt_logprobs_start": 15},
-    "max_tokens": {"max_tokens": 5},
-    "min_tokens": {"min_tokens": 6, "stop_token_ids": tuple(range(0, 512, 2))},
-    "ignore_eos": {"ignore_eos": False},
-    "stop_token_ids": {"stop_token_ids": tuple(range(0, 512, 2))},
-    "stop": {"stop": ("e", "a")},
-    "include_stop_str_in_output": {"stop": ("e", "a"), "include_stop_str_in_output": True},
-    "skip_special_tokens": {"allowed_token_ids": (0, 1, 2, 3), "skip_special_tokens": False},
-    "seed": {"seed": 12},
-    "itl_goal": {"itl_goal": 70.0},
-    "ttft_goal": {"ttft_goal": 95.0},
-}
-# Further options that make an effect visible: few tokens to repeat, or a likely one.
-FEW = {"allowed_token_ids": (3, 300, 400, 500)}
-BASES = {
-    "repetition_penalty": FEW, "frequency_penalty": FEW, "presence_penalty": FEW,
-    "bad_words": {"logit_bias": {7: 40.0}},
+# Values of parameters that have an effect: answers differ from those without them.
+EVEN = tuple(range(0, 512, 2))
+FEW = {"allowed_token_ids": (3, 300, 400, 500)}  # few tokens, which repeat
+PARAMS = FEW | {
+    "n": 3, "truncate_prompt_tokens": 3, "bad_words": (tiny_tokenizer().decode([7]),),
+    "logit_bias": {7: 9.0, 400: 9.0}, "repetition_penalty": 1.6, "frequency_penalty": 1.5, "presence_penalty": 1.5,
+    "logits_processors": (favour_the_last,), "temperature": 2.0, "top_k": 2, "top_p": 0.3, "min_p": 0.3,
+    "logprobs": 2, "prompt_logprobs": 1, "prompt_logprobs_start": 15, "max_tokens": 5, "min_tokens": 6,
+    "ignore_eos": False, "stop_token_ids": EVEN, "stop": ("e", "a"), "include_stop_str_in_output": True,
+    "skip_special_tokens": False, "seed": 12, "itl_goal": 70.0, "ttft_goal": 95.0,
 }  # fmt: skip
-SAME = {
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-    "prompt_logprobs_start",
-    "itl_goal",
-    "ttft_goal",
-}  # these change no token here
+# What a parameter needs beside it to have one.
+BESIDE = {
+    "prompt_logprobs_start": {"prompt_logprobs": 1},
+    "min_tokens": {"stop_token_ids": EVEN},
+    "include_stop_str_in_output": {"stop": ("e", "a")},
+    "skip_special_tokens": {"allowed_token_ids": (0, 1, 2, 3)},
+}
+# Options of both answers that make it visible.
+BASES = {
+    **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), FEW),
+    "bad_words": {"logit_bias": {7: 40.0}},
+}
+# These change no token here.
+SAME = {"ignore_eos", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "itl_goal", "ttft_goal"}
 
 
 @functools.cache
@@ -153,25 +135,24 @@ def async_options(mode, tmp_path_factory):
     return OTHERS | {mode: 2, "prepares_when_idle": True, "kv_events_rank": 3} | own
 
 
-def base_of(name):
-    return {"seed": 11, "max_tokens": 8} | BASES.get(name, {})
+def params_with_and_without(name):
+    base = {"seed": 11, "max_tokens": 8} | BASES.get(name, {})
+    return [SamplingParams(**base | given) for given in (BESIDE.get(name, {}) | {name: PARAMS[name]}, {})]
 
 
 @functools.cache
 def expected_with_and_without(name):
     """Answers of one engine, for both modes."""
-    return [
-        one().generate(PROMPTS, SamplingParams(**base_of(name) | given), use_tqdm=False) for given in (PARAMS[name], {})
-    ]
+    return [generate(one(), PROMPTS, params) for params in params_with_and_without(name)]
 
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_parameter_gives_the_answers_of_one_engine(llm, mode, name):
     if name in refusals(mode):
         with pytest.raises(ValueError, match=f"^{name} does not work with {mode}"):
-            llm.generate(PROMPTS, SamplingParams(**PARAMS[name]), use_tqdm=False)
+            generate(llm, PROMPTS, SamplingParams(**{name: PARAMS[name]}))
         return
-    outputs = llm.generate(PROMPTS, SamplingParams(**base_of(name) | PARAMS[name]), use_tqdm=False)
+    outputs = generate(llm, PROMPTS, params_with_and_without(name)[0])
     expected, without = expected_with_and_without(name)
     assert completions(outputs) == completions(expected)
     assert (completions(expected) == completions(without)) == (name in SAME)
@@ -194,26 +175,24 @@ def assert_same_logprobs(lefts, rights):
 # ------------------------------------------------------------------------------------------------- calls and options
 
 
+def assert_same(llm, prompts, params=LONG, **options):
+    assert answers(llm, prompts, params, **options) == answers(one(), prompts, params, **options)
+
+
 def run_prompts(llm, steps):
-    mixed = [PROMPTS[0], "the cat sat on the mat"]
     before = len(steps)
-    assert completions(llm.generate(mixed, LONG, use_tqdm=False)) == completions(
-        one().generate(mixed, LONG, use_tqdm=False)
-    )
+    assert_same(llm, [PROMPTS[0], "the cat sat on the mat"])
     assert len(steps) > before
 
 
 def run_chat(llm, steps):
     params = SamplingParams(seed=5, max_tokens=10)
     assert llm.apply_chat_template(MESSAGES) == one().apply_chat_template(MESSAGES)
-    assert completions(llm.chat(MESSAGES, params, use_tqdm=False)) == completions(
-        one().chat(MESSAGES, params, use_tqdm=False)
-    )
-    variables = {"mood": "kind"}
-    own = "{{ mood }}{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    own, expected = (completions(each.chat(MESSAGES, params, use_tqdm=False)) for each in (llm, one()))
+    assert own == expected
     arguments = {
-        "chat_template": own, "chat_template_kwargs": variables, "tools": tools,
+        "chat_template": "{{ mood }}{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "chat_template_kwargs": {"mood": "kind"}, "tools": [{"type": "function", "function": {"name": "f"}}],
         "add_generation_prompt": False, "continue_final_message": False,
     }  # fmt: skip
     assert llm.apply_chat_template(MESSAGES, **arguments) == one().apply_chat_template(MESSAGES, **arguments)
@@ -226,16 +205,16 @@ def run_stream(llm, steps):
     outputs = list(read)
     left.close()
     assert len(outputs) > 20
-    assert completions(outputs[-1:]) == completions(one().generate(PROMPTS[1], LONG, use_tqdm=False))
+    assert completions(outputs[-1:]) == answers(one(), PROMPTS[1], LONG)
     assert outputs[-1].metrics.itls
     assert not llm._engine.requests
 
 
 def run_resume(llm, steps):
     if llm.config.data_parallel_size == 1:  # replicas refuse it
-        (cut,) = llm.generate(PROMPTS[0], replace(LONG, max_tokens=12), use_tqdm=False)
+        (cut,) = generate(llm, PROMPTS[0], replace(LONG, max_tokens=12))
         *_, last = llm.resume(cut, replace(LONG, max_tokens=18))
-        assert completions([last]) == completions(one().generate(PROMPTS[0], LONG, use_tqdm=False))
+        assert completions([last]) == answers(one(), PROMPTS[0], LONG)
 
 
 def run_beam_search(llm, steps):
@@ -247,24 +226,20 @@ def run_beam_search(llm, steps):
 
 def run_fork(llm, steps):
     if llm.config.data_parallel_size == 1:  # replicas refuse it
-        (whole,) = one().generate(PROMPTS[0], LONG, use_tqdm=False)
+        (whole,) = generate(one(), PROMPTS[0], LONG)
         stream = llm.stream(PROMPTS[0], LONG)
-        output = next(stream)
-        while len(output.outputs[0].token_ids) < 9:
-            output = next(stream)
+        output = next(output for output in stream if len(output.outputs[0].token_ids) >= 9)
         *_, last = llm.fork(output.request_id, len(PROMPTS[0]) + 5, replace(LONG, max_tokens=20))
         assert last.outputs[0].token_ids == whole.outputs[0].token_ids[5:25]
         stream.close()
 
 
 def run_priority(llm, steps):
-    given = {"priority": [3, 0, -2, 1], "use_tqdm": False}
-    assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
+    assert_same(llm, PROMPTS, priority=[3, 0, -2, 1])
 
 
 def run_client(llm, steps):
-    given = {"client": ["batch", "one", "batch", "two"], "use_tqdm": False}
-    assert completions(llm.generate(PROMPTS, LONG, **given)) == completions(one().generate(PROMPTS, LONG, **given))
+    assert_same(llm, PROMPTS, client=["batch", "one", "batch", "two"])
     stream = llm.stream(PROMPTS[0], LONG, client="batch")
     next(stream)
     assert llm.stats().num_clients == 1 and llm.stats().client_gap == 0.0
@@ -276,17 +251,17 @@ def run_cache_salt(llm, steps):
     prompt, params = [*range(200)], SamplingParams(temperature=0.0, max_tokens=3)
 
     def num_cached(salt):  # of a burst, so that each replica has seen the prompt
-        return max(o.num_cached_tokens for o in llm.generate([prompt] * 4, params, cache_salt=salt, use_tqdm=False))
+        return max(o.num_cached_tokens for o in generate(llm, [prompt] * 4, params, cache_salt=salt))
 
     num_cached("one")
     assert num_cached("one") >= 176
     before = llm.stats().prefix_cache_hits
-    llm.generate(prompt, params, cache_salt="two", use_tqdm=False)
+    generate(llm, prompt, params, cache_salt="two")
     assert llm.stats().prefix_cache_hits == before
 
 
 def run_timeout(llm, steps):
-    outputs = llm.generate(PROMPTS, LONG, timeout=[1e-3, 60.0, 60.0, 60.0], use_tqdm=False)
+    outputs = generate(llm, PROMPTS, LONG, timeout=[1e-3, 60.0, 60.0, 60.0])
     assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length", "length", "length"]
 
 
@@ -296,8 +271,8 @@ def run_generation_config(llm, steps):
     assert llm.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.3}
     assert llm.can_generate
     prompt = [7] * 236  # leaves 20 tokens of max_model_len
-    expected = one().generate(prompt, SamplingParams(temperature=0.0, repetition_penalty=1.3), use_tqdm=False)
-    assert completions(llm.generate(prompt, use_tqdm=False)) == completions(expected)
+    expected = generate(one(), prompt, SamplingParams(temperature=0.0, repetition_penalty=1.3))
+    assert answers(llm, prompt, None) == completions(expected)
     [(index, plain)] = llm.as_completed(prompt, SamplingParams(temperature=0.0))
     assert index == 0 and completions([plain]) != completions(expected)
 
@@ -305,28 +280,25 @@ def run_generation_config(llm, steps):
 def run_options(llm, steps):
     """Each is resolved as set, with its visible effect."""
     assert {name: getattr(llm.config, name) for name in LIMITS} == LIMITS
-    places = llm.config.max_num_seqs * (2 if llm.config.data_parallel_size == 2 else 1)
+    count = llm.config.data_parallel_size
     with pytest.raises(QueueFullError):
-        llm.generate([[1, 2]] * (places + 17), LONG, use_tqdm=False)
+        generate(llm, [[1, 2]] * (llm.config.max_num_seqs * count + 17), LONG)
     with pytest.raises(ValueError, match="256"):
-        llm.generate([[1] * 300], LONG, use_tqdm=False)
-    stats = llm.stats()
-    assert stats.num_blocks == 64 * (2 if llm.config.data_parallel_size == 2 else 1)
-    assert len(llm.replicas()) == (2 if llm.config.data_parallel_size == 2 else 0)
+        generate(llm, [[1] * 300], LONG)
+    assert llm.stats().num_blocks == 64 * count
+    assert len(llm.replicas()) == (2 if count == 2 else 0)
 
 
 def run_score(llm, steps):
     template = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
-    kinds = ({}, {"instruction": "is it about towns?"}, {"template": template})
+    kinds = ({}, {"instruction": "is it about towns?"}, {"template": template}, {"method": "cosine"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scores, "ANSWERS", ("y", "n"))  # which the tiny tokenizer has tokens for
-        expected = [[o.score for o in one().score(*SCORED, use_tqdm=False, **kind)] for kind in kinds]
-        for kind, own in zip(kinds, expected, strict=True):
-            assert [o.score for o in llm.score(*SCORED, use_tqdm=False, **kind)] == pytest.approx(own, abs=1e-4)
-    assert len({round(score, 4) for own in expected for score in own}) == 6
-    own = [output.score for output in one().score(*SCORED, method="cosine", use_tqdm=False)]
-    found = [output.score for output in llm.score(*SCORED, method="cosine", use_tqdm=False)]
-    assert found == pytest.approx(own, abs=1e-4)
+        own, found = (
+            [output.score for kind in kinds for output in each.score(*SCORED, use_tqdm=False, **kind)]
+            for each in (one(), llm)
+        )
+    assert found == pytest.approx(own, abs=1e-4) and len({round(score, 4) for score in own}) == 8
 
 
 def run_embed(llm, steps):
@@ -336,7 +308,7 @@ def run_embed(llm, steps):
             assert output.embedding.dtype == np.float32 and output.embedding.flags.writeable
             np.testing.assert_allclose(output.embedding, expected.embedding, atol=2e-3)
             assert output.finish_reason == expected.finish_reason and output.error is None
-    output = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)[0]
+    output = generate(llm, PROMPTS[:1], SamplingParams(max_tokens=2, temperature=0.0))[0]
     assert output.embedding is None and len(output.outputs[0].token_ids) == 2
 
 
@@ -390,23 +362,15 @@ def test_asynchronous_calls_work(mode, async_options):
 
 
 async def use_asynchronously(mode, options):
-    params, [expected] = SamplingParams(seed=4, max_tokens=12), completions(one().generate(
-        PROMPTS[0], SamplingParams(seed=4, max_tokens=12), use_tqdm=False
-    ))  # fmt: skip
+    params = SamplingParams(seed=4, max_tokens=12)
+    (expected,) = answers(one(), PROMPTS[0], params)
     async with AsyncLLM(tiny_folder(), **options) as llm:
         assert {name: getattr(llm.config, name) for name in OTHERS} == OTHERS
         assert llm.config.kv_events_rank == 3 and not llm.is_dead
-        unseeded = [(await collect(await llm.submit([PROMPTS[0]], DRAWN)))[-1] for _ in range(2)]
-        with LLM(tiny_folder(), **OTHERS) as fresh:  # the engine's seed, and the order in which requests come
-            drawn = [fresh.generate(PROMPTS[0], DRAWN, use_tqdm=False)[0] for _ in range(2)]
-        assert completions(unseeded) == completions(drawn) and len({str(c) for c in completions(drawn)}) == 2
-        for kind in ("cumulative", "delta", "final"):
-            outputs = await collect(await llm.submit([PROMPTS[0]], params, output_kind=kind, request_ids=["named"]))
-            assert {output.request_id for output in outputs} == {"named"}
-            token_ids = outputs[-1].outputs[0].token_ids
-            if kind == "delta":
-                token_ids = [token_id for output in outputs for token_id in output.outputs[0].token_ids]
-            assert token_ids == expected[0][1] and (len(outputs) == 1) == (kind == "final")
+        stream = await llm.submit([PROMPTS[0]], params, output_kind="delta", request_ids=["named"])
+        deltas = await collect(stream)
+        assert {output.request_id for output in deltas} == {"named"}
+        assert [token_id for output in deltas for token_id in output.outputs[0].token_ids] == expected[0][1]
         answer = await collect(await llm.submit_chat(MESSAGES, params, request_id="chat"))
         assert answer[-1].finished and answer[-1].request_id == "chat"
         stream = await llm.submit([PROMPTS[1]], SamplingParams(max_tokens=400, ignore_eos=True), request_ids=["long"])

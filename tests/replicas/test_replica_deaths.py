@@ -18,13 +18,16 @@ from nanovllm import LLM, EngineDeadError, SamplingParams
 from nanovllm.errors import EngineClosedError, ModelLoadError
 from nanovllm.models.source import stored_files
 from nanovllm.outputs import OutputKind
-from nanovllm.serving.replicas import fleet, opening, pool, pool_request, replica
+from nanovllm.serving.replicas import fleet, opening, pool, replica
 from nanovllm.serving.replicas.pool_request import PoolRequest
+from tests.support.llms import submit
 from tests.support.replicas import (
     ENDLESS,
     OPTIONS,
     REPLICAS,
     all_up,
+    answers,
+    assert_as_one_engine,
     busiest,
     completions,
     is_alive,
@@ -67,7 +70,12 @@ def interrupt(*_):
 
 
 def whole(prompts, params):
-    return completions(one_engine().generate(prompts, params, use_tqdm=False))
+    return answers(one_engine(), prompts, params)
+
+
+def assert_whole(outputs, prompt, params=PARAMS[0]):
+    """Check that a stream ended with what one engine gives."""
+    assert completions(outputs[-1:]) == whole([prompt], params)
 
 
 def assert_grows_by_single_tokens(outputs):
@@ -102,7 +110,7 @@ def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
     outputs = {str(number): [] for number in range(8)}
     for number in range(8):
         kind = OutputKind.DELTA if number < 4 else OutputKind.FINAL
-        engine.add(engine.input_processor.process_one(str(number), prompts[number], params[number], output_kind=kind))
+        submit(engine, str(number), prompts[number], params[number], output_kind=kind)
     num_steps = 0
     while engine.requests:
         engine.step()
@@ -120,8 +128,7 @@ def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
     assert completions([each[0] for each in outputs.values()]) == whole(prompts, params)
     wait_until(lambda: all_up(llm))
     assert process_ids(llm)[0] == ids[0] and process_ids(llm)[1] != ids[1]
-    again = llm.generate(prompts, params, use_tqdm=False)
-    assert completions(again) == whole(prompts, params)
+    assert_as_one_engine(llm, prompts, params)
 
 
 @pytest.mark.full
@@ -169,7 +176,7 @@ def test_sigterm_leaves_a_replica_at_work(llm):
         send_signal(llm, index, signal.SIGTERM)
         send_signal(llm, index, signal.SIGINT)
     outputs += stream
-    assert completions(outputs[-1:]) == whole([prompt], PARAMS[0]) and process_ids(llm) == ids
+    assert_whole(outputs, prompt) and process_ids(llm) == ids
 
 
 def test_a_stopped_replica_holds_up_its_own_requests_alone(llm):
@@ -181,7 +188,7 @@ def test_a_stopped_replica_holds_up_its_own_requests_alone(llm):
     try:
         other = SamplingParams(temperature=0.0, max_tokens=20)
         # The stopped replica has one request already, so the least loaded is the other one.
-        assert completions(llm.generate(prompts[1], other, use_tqdm=False)) == whole([prompts[1]], other)
+        assert_as_one_engine(llm, prompts[1], other)
         begin = time.monotonic()
         late = [llm.stream(prompt, ENDLESS, timeout=0.3) for prompt in prompts[1:]]
         assert {list(one)[-1].outputs[0].finish_reason for one in late} == {"timeout"}
@@ -189,7 +196,7 @@ def test_a_stopped_replica_holds_up_its_own_requests_alone(llm):
     finally:
         send_signal(llm, stopped, signal.SIGCONT)
     outputs += stream
-    assert completions(outputs[-1:]) == whole([prompts[0]], PARAMS[0])
+    assert_whole(outputs, prompts[0])
 
 
 def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, monkeypatch):
@@ -201,27 +208,8 @@ def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, 
     before = process_ids(llm)[stopped]
     send_signal(llm, stopped, signal.SIGSTOP)
     outputs += stream
-    assert completions(outputs[-1:]) == whole([prompt], PARAMS[0])
+    assert_whole(outputs, prompt)
     wait_until(lambda: not is_alive(before))
-
-
-@pytest.mark.full
-def test_a_request_with_which_replicas_die_is_ended_and_others_wait_for_a_restart(llm, monkeypatch):
-    monkeypatch.setattr(pool_request, "MAX_DEATHS", 2)
-    prompts = random_prompts(2, seed=27)
-    engine, stream = llm._engine, llm.stream(prompts[0], PARAMS[0])
-    outputs = [next(stream) for _ in range(5)]
-    for index in (0, 1):  # so that the next gets no token before they are killed
-        send_signal(llm, index, signal.SIGSTOP)
-    engine.add(engine.input_processor.process_one("poison", prompts[1], PARAMS[0]))
-    first = engine.requests["poison"].replica
-    kill(llm, first)
-    wait_until(lambda: engine.step() or engine.requests["poison"].replica == 1 - first)
-    kill(llm, 1 - first)
-    # Not by the stream, which may have outputs left from before.
-    wait_until(lambda: engine.step() or "poison" not in engine.requests)
-    outputs += stream
-    assert completions(outputs[-1:]) == whole(prompts[:1], PARAMS[0])
 
 
 def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
@@ -249,12 +237,9 @@ def test_the_output_of_such_a_request_says_why(llm):
     input_processor = llm._engine.input_processor
     new = input_processor.process_one("poison", [1, 2], PARAMS[0])
     output = PoolRequest(new).end("error", 1.0, input_processor, "3 replicas died")
-    assert (output.outputs[0].finish_reason, output.error, output.error_kind) == (
-        "error",
-        "3 replicas died",
-        "internal",
-    )
-    assert output.finished and output.outputs[0].token_ids == []
+    (completion,) = output.outputs
+    assert (output.error, output.error_kind, output.finished) == ("3 replicas died", "internal", True)
+    assert (completion.finish_reason, completion.token_ids) == ("error", [])
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["deaths", "refused starts"])
@@ -319,7 +304,7 @@ def test_a_replica_that_dies_while_nobody_calls_is_started_again(llm):
     wait_until(lambda: llm.replicas()[1].state == "up" and process_ids(llm)[1] != ids[1])
     assert process_ids(llm)[0] == ids[0]
     prompts = random_prompts(4, seed=29)
-    assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
+    assert_as_one_engine(llm, prompts, PARAMS[0])
 
 
 def test_only_files_that_are_there_and_shown_are_a_models(tmp_path):
@@ -340,16 +325,14 @@ def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, 
     try:
         kill(llm, 0)
         wait_until(lambda: "model.safetensors" in caplog.text)
-        assert (
-            f"in {tiny_folder()} has changed since the others were started, by its size or time. Put it back"
-            in caplog.text
-        )
+        said = f"in {tiny_folder()} has changed since the others were started, by its size or time. Put it back"
+        assert said in caplog.text
         assert llm.replicas()[0].state == "restarting"
-        assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
+        assert_as_one_engine(llm, prompts, PARAMS[0])
     finally:
         os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
     wait_until(lambda: all_up(llm))
-    assert completions(llm.generate(prompts, PARAMS[0], use_tqdm=False)) == whole(prompts, PARAMS[0])
+    assert_as_one_engine(llm, prompts, PARAMS[0])
 
 
 @pytest.mark.full

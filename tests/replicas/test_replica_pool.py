@@ -12,10 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, QueueFullError, SamplingParams
+from tests.support.llms import generate, greedy
 from tests.support.replicas import (
     ENDLESS,
     OPTIONS,
     STEPS,
+    assert_as_one_engine,
     completions,
     one_engine,
     shared_pool,
@@ -40,13 +42,9 @@ def mixed():
     return [prompts[number] for number in kept], [params[number] for number in kept]
 
 
-def generate(llm, prompts, params, **options):
-    return llm.generate(prompts, params, use_tqdm=False, **options)
-
-
 def test_greedy_tokens_are_those_of_transformers(llm):
     prompts = random_prompts(6, seed=1)
-    outputs = generate(llm, prompts, SamplingParams(temperature=0.0, max_tokens=12))
+    outputs = generate(llm, prompts, greedy(12))
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(), dtype=torch.float32).eval()
     for prompt, output in zip(prompts, outputs, strict=True):
         whole = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
@@ -63,36 +61,12 @@ def test_mixed_requests_get_what_one_engine_gives(llm):
         for mine, theirs in zip(output.outputs, other.outputs, strict=True):
             assert (mine.logprobs is None) == (theirs.logprobs is None)
             for left, right in zip(mine.logprobs or (), theirs.logprobs or (), strict=True):
-                assert left.keys() == right.keys()
-                assert [v.rank for v in left.values()] == [v.rank for v in right.values()]
-                assert [v.logprob for v in left.values()] == pytest.approx(
-                    [v.logprob for v in right.values()], abs=1e-4
-                )
+                assert [(key, value.rank) for key, value in left.items()] == [(k, v.rank) for k, v in right.items()]
+                assert logprobs_of(left) == pytest.approx(logprobs_of(right), abs=1e-4)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("number", range(8))
-def test_a_stream_grows_token_by_token_to_what_one_engine_gives(llm, number):
-    prompts, params = mixed()
-    outputs = list(llm.stream(prompts[number], params[number]))
-    (expected,) = generate(one_engine(), [prompts[number]], params[number])
-    assert completions(outputs[-1:]) == completions([expected])
-    for before, after in itertools.pairwise(outputs):
-        for left, right in zip(before.outputs, after.outputs, strict=False):
-            assert right.text.startswith(left.text)
-            assert len(left.token_ids) <= len(right.token_ids) <= len(left.token_ids) + 1
-    assert not any(output.finished for output in outputs[:-1])
-
-
-def test_texts_and_conversations_are_prepared_by_the_front(llm):
-    greedy = SamplingParams(temperature=0.0, max_tokens=8)
-    conversation = [{"role": "user", "content": "What is the capital of France?"}]
-    assert completions(generate(llm, "Once upon a time", greedy)) == completions(
-        generate(one_engine(), "Once upon a time", greedy)
-    )
-    assert completions(llm.chat(conversation, greedy, use_tqdm=False)) == completions(
-        one_engine().chat(conversation, greedy, use_tqdm=False)
-    )
+def logprobs_of(report):
+    return {token_id: value.logprob for token_id, value in report.items()}
 
 
 def is_free(llm):
@@ -115,26 +89,23 @@ def test_both_replicas_work(llm):
 
 def test_a_prompt_goes_where_its_prefix_is_cached(llm):
     shared = random_prompts(1, low=96, high=96, seed=8)[0]
-    greedy = SamplingParams(temperature=0.0, max_tokens=4)
-    generate(llm, shared, greedy)
-    hits = [generate(llm, shared + tail, greedy)[0].num_cached_tokens for tail in random_prompts(4, seed=9)]
+    generate(llm, shared, greedy(4))
+    hits = [generate(llm, shared + tail, greedy(4))[0].num_cached_tokens for tail in random_prompts(4, seed=9)]
     assert hits == [96] * 4
     llm.reset_prefix_cache()
-    assert generate(llm, [*shared, 1], greedy)[0].num_cached_tokens == 0
+    assert generate(llm, [*shared, 1], greedy(4))[0].num_cached_tokens == 0
 
 
 def test_reports_of_a_prompts_end_cross_and_its_beginning_is_found_in_the_cache(llm):
     prompt = random_prompts(1, low=96, high=96, seed=12)[0]
-    params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1, prompt_logprobs_start=90)
+    params = greedy(4, prompt_logprobs=1, prompt_logprobs_start=90)
     (expected,) = generate(one_engine(), prompt, params)
     cold, warm = (generate(llm, prompt, params)[0] for _ in range(2))
     assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 80)
     for output in (cold, warm):
         assert output.prompt_logprobs[:90] == [None] * 90
         for told, own in zip(output.prompt_logprobs[90:], expected.prompt_logprobs[90:], strict=True):
-            assert {t: one.logprob for t, one in told.items()} == pytest.approx(
-                {t: o.logprob for t, o in own.items()}, abs=1e-4
-            )
+            assert logprobs_of(told) == pytest.approx(logprobs_of(own), abs=1e-4)
 
 
 def test_a_closed_stream_frees_its_blocks_in_its_replica(llm):
@@ -143,14 +114,6 @@ def test_a_closed_stream_frees_its_blocks_in_its_replica(llm):
         next(stream)
     stream.close()
     wait_until(partial(is_free, llm))
-
-
-@pytest.mark.full
-def test_a_request_ends_at_its_timeout_with_what_it_has(llm):
-    output = generate(llm, random_prompts(1, seed=11)[0], ENDLESS, timeout=0.3)[0].outputs[0]
-    assert output.finish_reason == "timeout" and len(output.token_ids) < 400
-    whole = generate(one_engine(), random_prompts(1, seed=11)[0], ENDLESS)[0].outputs[0]
-    assert whole.token_ids[: len(output.token_ids)] == output.token_ids
 
 
 def test_calls_of_several_threads_run_together(llm):
@@ -184,8 +147,7 @@ def test_ctrl_c_ends_a_call_and_the_next_one_works(llm):
     with pytest.raises(KeyboardInterrupt):
         generate(llm, prompts, ENDLESS)
     assert [replica.state for replica in llm.replicas()] == ["up", "up"]
-    greedy = SamplingParams(temperature=0.0, max_tokens=8)
-    assert completions(generate(llm, prompts, greedy)) == completions(generate(one_engine(), prompts, greedy))
+    assert_as_one_engine(llm, prompts, greedy(8))
 
 
 def test_unseeded_requests_draw_what_one_engine_draws(llm, monkeypatch):

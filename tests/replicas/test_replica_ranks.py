@@ -8,7 +8,17 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
-from tests.support.replicas import OPTIONS, completions, is_alive, one_engine, tiny_folder, wait_until
+from tests.support.llms import generate, greedy, token_ids
+from tests.support.replicas import (
+    OPTIONS,
+    answers,
+    assert_as_one_engine,
+    completions,
+    is_alive,
+    one_engine,
+    tiny_folder,
+    wait_until,
+)
 from tests.support.tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
@@ -57,10 +67,8 @@ def test_tokens_equal_those_of_transformers(llm):
     restarts = [replica.num_restarts for replica in llm.replicas()]
     assert len({*ranks_of(llm, 0), *ranks_of(llm, 1)}) == 4
     batch = prompts()[:8]
-    outputs = llm.generate(batch, SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS), use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == [
-        reference(model("llama"), prompt) for prompt in batch
-    ]
+    found = token_ids(generate(llm, batch, greedy(NUM_NEW_TOKENS)))
+    assert found == [reference(model("llama"), prompt) for prompt in batch]
     assert [replica.num_restarts for replica in llm.replicas()] == restarts
 
 
@@ -76,9 +84,7 @@ def test_a_rank_killed_under_load_ends_its_replica_alone_whose_requests_move(llm
     for outputs, stream in zip(shown, streams, strict=True):
         outputs += stream
     assert 0 < moved < 6
-    assert completions([outputs[-1] for outputs in shown]) == completions(
-        one_engine().generate(batch, params, use_tqdm=False)
-    )
+    assert completions([outputs[-1] for outputs in shown]) == answers(one_engine(), batch, params)
     assert any(outputs[-1].metrics.num_preemptions for outputs in shown)
     wait_until(lambda: is_whole(llm, 0, own))
     assert not any(map(is_alive, own)) and ranks_of(llm, 1) == other
@@ -94,10 +100,7 @@ def test_a_rank_killed_while_idle_restarts_its_replica_before_the_next_call(llm)
     assert time.monotonic() - begin < 10.0
     wait_until(lambda: is_whole(llm, 1, own))
     assert ranks_of(llm, 0) == other
-    batch = random_prompts(4, seed=32)
-    assert completions(llm.generate(batch, PARAMS[1], use_tqdm=False)) == completions(
-        one_engine().generate(batch, PARAMS[1], use_tqdm=False)
-    )
+    assert_as_one_engine(llm, random_prompts(4, seed=32), PARAMS[1])
 
 
 def test_a_first_rank_killed_while_another_is_stopped_leaves_none(llm):

@@ -10,11 +10,9 @@ import sys
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from nanovllm import OutputKind, SamplingParams
-from nanovllm.features.scoring import scores
 from tests.support.prometheus import figures
 from tests.support.replicas import REPLICAS, is_alive, one_engine, tiny_folder
 from tests.support.serving import comes_true, raw_stream, serving
@@ -45,52 +43,35 @@ def expected(prompt, params=PARAMS):
     return one_engine().generate(prompt, params, use_tqdm=False)[0].outputs[0]
 
 
-def states(http):
-    return [replica["state"] for replica in http.get("/health").json().get("replicas", [])]
+def states(running):
+    return [replica["state"] for replica in running.get("/health").json().get("replicas", [])]
 
 
-def test_answers_are_those_of_one_engine(running):
-    prompts = random_prompts(4, seed=31)
-    answer = running.client().completions.create(prompt=prompts, **BODY)
-    assert [choice.text for choice in answer.choices] == [expected(prompt).text for prompt in prompts]
-
-
-def test_embeddings_and_scores_are_those_of_one_engine(running, monkeypatch):
-    monkeypatch.setattr(scores, "ANSWERS", ("y", "n"))  # which the tiny tokenizer has tokens for
-    texts = ["One two", "the lazy dog", "a quick fox"]
-    with running.http() as http:
-        embedded = http.post("/v1/embeddings", json={"input": texts}).json()["data"]
-        ranked = http.post("/v1/rerank", json={"query": texts[0], "documents": texts[1:]}).json()["results"]
-    own = one_engine().embed(texts, use_tqdm=False)
-    for found, output in zip(embedded, own, strict=True):
-        np.testing.assert_allclose(found["embedding"], output.embedding, atol=2e-3)
-    own = one_engine().score(texts[0], texts[1:], use_tqdm=False)
-    found = {result["index"]: result["relevance_score"] for result in ranked}
-    assert [found[0], found[1]] == pytest.approx([output.score for output in own], abs=1e-4)
+def texts_of(running, prompt):
+    """The texts of a stream, as they come."""
+    for chunk in running.client().completions.create(prompt=prompt, stream=True, **BODY):
+        yield chunk.choices[0].text
 
 
 @pytest.mark.full
 def test_a_stream_goes_on_though_its_replica_is_killed_and_health_and_metrics_tell(running):
     prompt = random_prompts(1, low=30, high=30, seed=32)[0]
-    with running.http() as http:
-        comes_true(lambda: states(http) == ["up", "up"])
-        before, texts = figures(running), []
-        for chunk in running.client().completions.create(prompt=prompt, stream=True, **BODY):
-            texts.append(chunk.choices[0].text)
-            if len(texts) == 20:
-                dead = max(running.engine.replicas(), key=lambda replica: replica.num_running)
-                os.kill(dead.process_id, signal.SIGKILL)
-                comes_true(lambda: "restarting" in states(http))  # it may be up again before the stream ends
-                assert http.get("/health").status_code == 200
-        assert "".join(texts) == expected(prompt).text
-        comes_true(lambda: states(http) == ["up", "up"])
-        text = http.get("/metrics").text
-    assert text.count("# TYPE nanovllm:replica_") == 4
-    for index in (0, 1):
-        count = 1 if index == dead.index else 0
-        assert f'nanovllm:replica_up{{model_name="tiny",replica="{index}"}} 1.0' in text
-        assert f'nanovllm:replica_restarts_total{{model_name="tiny",replica="{index}"}} {count}.0' in text
+    comes_true(lambda: states(running) == ["up", "up"])
+    before, texts = figures(running), []
+    for text in texts_of(running, prompt):
+        texts.append(text)
+        if len(texts) == 20:
+            dead = max(running.engine.replicas(), key=lambda replica: replica.num_running)
+            os.kill(dead.process_id, signal.SIGKILL)
+            comes_true(lambda: "restarting" in states(running))  # it may be up again before the stream ends
+            assert running.get("/health").status_code == 200
+    assert "".join(texts) == expected(prompt).text
+    comes_true(lambda: states(running) == ["up", "up"])
     after = figures(running)
+    assert running.get("/metrics").text.count("# TYPE nanovllm:replica_") == 4
+    for index in (0, 1):
+        assert after[f"replica_up{{replica={index}}}"] == 1
+        assert after[f"replica_restarts_total{{replica={index}}}"] == (index == dead.index)
     assert after["generation_tokens_total"] - before["generation_tokens_total"] >= 60
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
 
@@ -160,8 +141,7 @@ def test_the_live_view_shows_the_requests_of_all_replicas(running):
 
 
 def test_health_tells_index_state_and_restarts_of_each_replica(running):
-    with running.http() as http:
-        shown = http.get("/health").json()["replicas"]
+    shown = running.get("/health").json()["replicas"]
     assert [list(replica) for replica in shown] == [["index", "state", "restarts"]] * 2
 
 
@@ -185,18 +165,12 @@ def test_every_line_of_a_server_with_replicas_and_json_logs_is_an_object_of_one_
 @pytest.mark.full
 def test_health_is_503_while_no_replica_is_up_and_a_stop_drains(running):
     prompt, texts, engine = random_prompts(1, seed=35)[0], [], running.engine
-    with running.http() as http:
-        comes_true(lambda: states(http) == ["up", "up"])
-        for replica in engine.replicas():
-            os.kill(replica.process_id, signal.SIGKILL)
-        comes_true(lambda: http.get("/health").status_code == 503)
-        assert http.get("/health").json()["error"]["code"] == "no_replica"
-
-    def read():
-        for chunk in running.client().completions.create(prompt=prompt, stream=True, **BODY):
-            texts.append(chunk.choices[0].text)
-
-    reader = threading.Thread(target=read)
+    comes_true(lambda: states(running) == ["up", "up"])
+    for replica in engine.replicas():
+        os.kill(replica.process_id, signal.SIGKILL)
+    comes_true(lambda: running.get("/health").status_code == 503)
+    assert running.get("/health").json()["error"]["code"] == "no_replica"
+    reader = threading.Thread(target=lambda: texts.extend(texts_of(running, prompt)))
     reader.start()
     comes_true(lambda: len(texts) > 3)  # they were started again, and the request waited
     ids = [replica.process_id for replica in engine.replicas()]

@@ -13,7 +13,7 @@ from nanovllm.sequence import NewRequest
 from nanovllm.serving.replicas.engine_process import Intake, Reporter
 from nanovllm.serving.replicas.messages import Abort, Add, SentRequest
 from nanovllm.serving.streaming.engine_thread import EngineThread
-from tests.support.replicas import OPTIONS, REPLICAS, completions, kill
+from tests.support.replicas import OPTIONS, REPLICAS, answers, busiest, completions, kill
 from tests.support.structured import EOS, FORMS, check_text, form
 from tests.support.tiny_models import random_prompts, save_tiny
 
@@ -34,7 +34,7 @@ def pool(folder):
 @pytest.fixture(scope="module")
 def expected(folder):
     with LLM(folder, **OPTIONS) as llm:
-        return completions(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+        return answers(llm, PROMPTS, PARAMS)
 
 
 KINDS = [kind for kind in FORMS if kind != "json_object"] * 2
@@ -43,7 +43,7 @@ PARAMS = [SamplingParams(seed=n, max_tokens=60, structured_output=form(kind)) fo
 
 
 def test_every_kind_crosses_to_an_engine_process_and_draws_what_one_engine_draws(pool, expected):
-    assert completions(pool.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
+    assert answers(pool, PROMPTS, PARAMS) == expected
     for kind, ((_, _, text, finish_reason, _),) in zip(KINDS, expected, strict=True):
         assert finish_reason == "stop"
         check_text(kind, text)
@@ -59,8 +59,7 @@ def test_the_front_refuses_what_cannot_be_compiled(pool):
 def test_a_request_whose_process_dies_goes_on_within_its_form(pool, expected):
     stream = pool.stream(PROMPTS[0], PARAMS[0])
     assert not [next(stream) for _ in range(4)][-1].finished
-    busy = next(replica.index for replica in pool.replicas() if replica.num_running)
-    kill(pool, busy)
+    kill(pool, busiest(pool))
     assert completions(list(stream)[-1:]) == expected[:1]
 
 

@@ -95,7 +95,7 @@ def test_columns_and_whole_messages_bring_the_same_outputs(kind, steps, data):
 def test_each_token_behind_the_first_is_sent_in_columns():
     streams = Streams(OutputKind.DELTA, [SamplingParams(max_tokens=50)] * NUM_REQUESTS)
     for step in range(1, 11):
-        streams.advance(list(range(NUM_REQUESTS)), float(step))
+        streams.advance(range(NUM_REQUESTS), float(step))
     assert (streams.num_whole, streams.num_columns) == (NUM_REQUESTS, 9 * NUM_REQUESTS)
 
 

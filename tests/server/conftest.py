@@ -1,8 +1,10 @@
 """A server for the tests of a file and clients for it; a file that needs another server has a `running` of its own."""
 
+from functools import partial
+
 import pytest
 
-from tests.support.serving import served, serving
+from tests.support.serving import MODEL, served, serving, user
 
 running = served(serving)
 
@@ -28,3 +30,8 @@ def page(running, open_page):
     page = open_page(running.url)
     state(page, "live")
     return page
+
+
+@pytest.fixture(scope="module")
+def chat(client):
+    return partial(client.chat.completions.create, model=MODEL, messages=[user("Hello")])

@@ -6,15 +6,15 @@ import json
 import re
 import time
 from collections import deque
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 
-from nanovllm import AsyncLLM, SamplingParams, StepRecord
+from nanovllm import SamplingParams, StepRecord
 from nanovllm.errors import EngineClosedError, EngineDeadError
 from nanovllm.features.engine_stats import CacheGroupStats
 from nanovllm.features.speculation import lengths
@@ -36,14 +36,13 @@ from nanovllm.serving.server.live.engine_snapshot import (
 from nanovllm.serving.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.serving.server.live.live_view import live_page
 from tests.engine.blocks import SIZE, A, B, computed, make_manager, release
-from tests.support.async_llms import OPTIONS, bounded, in_engine_steps
+from tests.support.async_llms import OPTIONS, bounded, collect, in_engine_steps, open_llm
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
-from tests.support.serving import serving
-from tests.support.tiny_models import tiny_model, tiny_tokenizer
+from tests.support.serving import comes_true, serving
+from tests.support.tiny_models import tiny_tokenizer
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400)
-Message = tuple[str, dict[str, Any]]
 
 
 def parsed(data):
@@ -106,8 +105,7 @@ def still(monkeypatch):
 @bounded
 async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress(monkeypatch):
     steps = deque(maxlen=RECENT_STEPS)
-    llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=steps.append, **OPTIONS | {"max_num_seqs": 2})
-    async with llm:
+    async with open_llm(on_step=steps.append, max_num_seqs=2) as llm:
         in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
         streams = [llm.generate([7] * 40, ENDLESS, request_id=name) for name in "abc"]
         for stream in streams[:2]:
@@ -117,23 +115,17 @@ async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress(mo
         snapshot = await llm.inspect(lambda engine: take_snapshot(engine, steps))
         stats = await llm.stats()
         waiting.cancel()
-        for stream in streams[:2]:
-            await stream.aclose()
     assert (snapshot.num_running, snapshot.num_waiting) == (2, 1)
-    first, second, third = rows({"requests": snapshot.requests})
-    assert [(row["id"], row["state"]) for row in (first, second, third)] == [
-        ("a", "decode"), ("b", "decode"), ("c", "waiting"),
-    ]  # fmt: skip
+    first, second, third = found = rows({"requests": snapshot.requests})
+    assert [(row["id"], row["state"]) for row in found] == [("a", "decode"), ("b", "decode"), ("c", "waiting")]
     for row in (first, second):
         assert (row["prompt"], row["known"] - row["computed"], row["limit"]) == (40, 1, 440)
     assert (second["cached"], third["computed"], third["known"]) == (32, 0, 40)
     assert first["age_us"] >= second["age_us"] >= third["age_us"] > 0
-    pool = pool_map(snapshot.num_holders, snapshot.findable)
-    free, cached, used, shared = pool["total"]
-    assert shared == 2
-    assert free + cached + used + shared == OPTIONS["num_kv_blocks"] - 1
+    total = pool_map(snapshot.num_holders, snapshot.findable)["total"]
+    assert total[3] == 2 and sum(total) == OPTIONS["num_kv_blocks"] - 1
     assert snapshot.counters["output_tokens"] <= stats.num_output_tokens
-    assert snapshot.steps[-1].num_used_blocks == used + shared
+    assert snapshot.steps[-1].num_used_blocks == total[2] + total[3]
 
 
 @bounded
@@ -141,10 +133,9 @@ async def test_a_snapshot_has_drafts_by_source_and_the_feed_their_accepted_token
     monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     steps = deque(maxlen=RECENT_STEPS)
     params = SamplingParams(temperature=0.0, max_tokens=30)
-    options = OPTIONS | {"speculation": "suffix"}
-    async with AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), on_step=steps.append, **options) as llm:
+    async with open_llm(on_step=steps.append, speculation="suffix") as llm:
         for _ in "first", "drafted from the first":
-            _ = [output async for output in llm.generate([7] * 40, params)]
+            await collect(llm.generate([7] * 40, params))
         snapshot = await llm.inspect(lambda engine: take_snapshot(engine, steps))
         stats = await llm.stats()
     assert snapshot.drafts == stats.speculation.by_source and snapshot.drafts["suffix"][1] > 20
@@ -156,7 +147,7 @@ async def test_a_snapshot_has_drafts_by_source_and_the_feed_their_accepted_token
 @asynccontextmanager
 async def queue_behind_one(monkeypatch, names):
     """An engine that runs the first of these requests while the others wait."""
-    async with AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS | {"max_num_seqs": 1}) as llm:
+    async with open_llm(max_num_seqs=1) as llm:
         in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
         tasks = [asyncio.ensure_future(anext(llm.generate([7] * 4, ENDLESS, request_id=name))) for name in names]
         await tasks[0]
@@ -207,13 +198,11 @@ def test_positions_follow_the_shares_of_clients():
 
 
 def test_of_replicas_a_question_without_a_token_has_its_place_in_the_order_of_arrival():
-    def request(n, *, has_token):
-        return SimpleNamespace(
-            new=SimpleNamespace(params=SimpleNamespace(n=n)),
-            samples=[SimpleNamespace(token_ids=[1] if has_token else []) for _ in range(n)],
-        )
+    def request(*samples):
+        new = SimpleNamespace(params=SimpleNamespace(n=len(samples)))
+        return SimpleNamespace(new=new, samples=[SimpleNamespace(token_ids=token_ids) for token_ids in samples])
 
-    requests = {"a": request(1, has_token=True), "b": request(2, has_token=False), "c": request(1, has_token=False)}
+    requests = {"a": request([1]), "b": request([], []), "c": request([])}
     pool = SimpleNamespace(statuses=["up"], requests=requests)
     assert with_queue_positions(EMPTY, pool, {"a": "live-a", "c": "live-c"}).queue_positions == {"live-c": 3}
 
@@ -227,13 +216,11 @@ def test_the_map_counts_every_block_once_whatever_the_size_of_the_pool(num_block
     made = pool_map(holders.tobytes(), findable.tobytes())
     cells = np.frombuffer(base64.b64decode(made["cells"]), "<u2").reshape(-1, 3)
     per = made["blocks_per_cell"]
-    assert len(cells) <= MAX_CELLS
-    assert (len(cells) - 1) * per < num_blocks <= len(cells) * per
+    assert len(cells) == -(-num_blocks // per) <= MAX_CELLS
     kinds = np.select([holders == 1, holders > 1, findable == 1], [1, 2, 0], 3)[1:]
     expected = [np.add.reduceat(kinds == kind, range(0, num_blocks, per), dtype=int) for kind in range(3)]
     assert cells.T.tolist() == np.array(expected).tolist()
-    assert made["total"][1:] == cells.sum(axis=0).tolist()
-    assert sum(made["total"]) == num_blocks
+    assert made["total"][1:] == cells.sum(axis=0).tolist() and sum(made["total"]) == num_blocks
 
 
 # ----------------------------------------------------------------------------------------------------------------- feed
@@ -246,18 +233,21 @@ async def test_a_watcher_gets_the_recent_steps_and_then_the_new_ones(still):
     async with aclosing(feed.watch()) as watch:
         assert parsed(await anext(watch)) == ("hello", {"model": "x"})
         name, look = parsed(await anext(watch))
-        assert name == "look"
-        assert [row[0] for row in look["steps"]] == [1, 2]
+        assert name == "look" and step_ids(look) == [1, 2]
         assert dict(zip(STEP_VALUES, look["steps"][1], strict=True))["time"] == 2_000_000
         assert look["pool"]["total"] == [4, 0, 0, 0]
         still.steps = [*still.steps, build_step(5)]
         while not (look := parsed(await anext(watch))[1])["steps"]:
             assert look["pool"] is None  # unchanged
-        assert [row[0] for row in look["steps"]] == [5]
+        assert step_ids(look) == [5]
         still.pool = (bytes([0, 1, 2, 0, 0]), bytes([0, 0, 0, 1, 0]))
         while (look := parsed(await anext(watch))[1])["pool"] is None:
             assert look["steps"] == []
         assert look["pool"]["total"] == [1, 1, 1, 1]
+
+
+def step_ids(look):
+    return [row[0] for row in look["steps"]]
 
 
 @bounded
@@ -278,18 +268,22 @@ async def test_no_snapshot_is_taken_after_the_last_watcher_has_gone(still):
 async def test_a_slow_watcher_skips_looks_and_misses_no_step(still):
     feed = LiveFeed(still, {})
     async with aclosing(feed.watch()) as slow, aclosing(feed.watch()) as quick:
-        seen = {"slow": [], "quick": []}
-        for watch in (slow, quick):
+        watches = {slow: [], quick: []}
+
+        async def look(watch):
+            watches[watch] += step_ids(parsed(await anext(watch))[1])
+
+        for watch in watches:
             await anext(watch)
         for number in range(1, 60):
             still.steps = [*still.steps, build_step(number)]
-            seen["quick"] += [row[0] for row in parsed(await anext(quick))[1]["steps"]]
+            await look(quick)
             if number % 20 == 0:
-                seen["slow"] += [row[0] for row in parsed(await anext(slow))[1]["steps"]]
-        for name, watch in (("slow", slow), ("quick", quick)):
-            while len(seen[name]) < 59:
-                seen[name] += [row[0] for row in parsed(await anext(watch))[1]["steps"]]
-            assert seen[name] == list(range(1, 60))
+                await look(slow)
+        for watch, seen in watches.items():
+            while len(seen) < 59:
+                await look(watch)
+            assert seen == list(range(1, 60))
 
 
 @bounded
@@ -305,19 +299,15 @@ async def test_a_watcher_hears_that_the_connection_lives_while_a_step_is_long(st
 
 @bounded
 async def test_looks_become_rarer_if_they_are_dear(still, monkeypatch):
-    waits = []
     sleep = asyncio.sleep
+    waits = []
 
     async def sleeps(seconds):
         waits.append(seconds)
         await sleep(0)
 
     monkeypatch.setattr(live_feed.asyncio, "sleep", sleeps)
-
-    async def dear(look):
-        return replace(EMPTY, seconds=0.025)
-
-    monkeypatch.setattr(still, "inspect", dear)
+    monkeypatch.setattr(still, "inspect", AsyncMock(return_value=replace(EMPTY, seconds=0.025)))
     await take(LiveFeed(still, {}), 2)
     assert waits[0] == 2.5  # 1 % of the time
 
@@ -336,7 +326,7 @@ def test_steps_are_kept_up_to_a_thousand_and_nothing_else_is(still):
 )
 @bounded
 async def test_present_and_later_watchers_get_the_reason_of_the_end(fails, reason, monkeypatch):
-    llm = AsyncLLM(tiny_model(), tokenizer=tiny_tokenizer(), **OPTIONS)
+    llm = open_llm()
     feed = LiveFeed(llm, {})
     async with aclosing(feed.watch()) as watch:
         assert [parsed(await anext(watch))[0] for _ in range(2)] == ["hello", "look"]
@@ -359,25 +349,24 @@ async def test_present_and_later_watchers_get_the_reason_of_the_end(fails, reaso
 async def test_watchers_get_the_last_steps_of_an_engine_though_no_snapshot_follows(error, reason):
     engine = StillEngine()
     engine.steps = [build_step(3)]
-    feed = LiveFeed(engine, {})  # type: ignore[arg-type]
+    feed = LiveFeed(engine, {})
     feed.on_step(build_step(3))
     async with aclosing(feed.watch()) as watch:
-        (_, _), (_, first) = [parsed(await anext(watch)) for _ in range(2)]
+        looks = [parsed(await anext(watch)) for _ in range(2)]
         for step_id in (4, 5):
             feed.on_step(build_step(step_id))
         engine.error = error
-        events = [parsed(data) async for data in watch]
-    assert [row[0] for row in first["steps"]] == [3]
-    assert [row[0] for name, data in events if name == "look" for row in data["steps"]] == [4, 5]
-    assert events[-1] == ("end", {"reason": reason})
+        looks += [parsed(data) async for data in watch]
+    assert [step_ids(data) for name, data in looks if name == "look" and data["steps"]] == [[3], [4, 5]]
+    assert looks[-1] == ("end", {"reason": reason})
 
 
 # --------------------------------------------------------------------------------------------------------------- server
 
 
-def refusal(http, path, headers=None):
+def refusal(running, path, headers=None):
     """Return status and code of a refusal; a feed would never end."""
-    with http.stream("GET", path, headers=headers) as answer:
+    with running.http() as http, http.stream("GET", path, headers=headers) as answer:
         assert answer.headers["content-type"] == "application/json"
         answer.read()
         return answer.status_code, answer.json()["error"]["code"]
@@ -407,9 +396,12 @@ def test_no_prompt_and_no_answer_is_in_the_feed():
 def test_with_a_key_the_page_is_open_and_what_it_shows_is_not():
     with serving({"api_key": ("right",)}) as running, running.http() as http:
         assert http.get("/").status_code == 200
-        for headers in ({}, {"Authorization": "Bearer wrong"}):
-            assert refusal(http, "/ui/events", headers) == (401, "invalid_api_key")
-        assert refusal(http, "/ui/events?key=right&api_key=right") == (401, "invalid_api_key")
+        for path, headers in (
+            ("/ui/events", {}),
+            ("/ui/events", {"Authorization": "Bearer wrong"}),
+            ("/ui/events?key=right&api_key=right", {}),
+        ):
+            assert refusal(running, path, headers) == (401, "invalid_api_key")
         with http.stream("GET", "/ui/events", headers={"Authorization": "Bearer right"}) as feed:
             assert feed.status_code == 200
             assert feed.headers["content-type"].startswith("text/event-stream")
@@ -417,25 +409,24 @@ def test_with_a_key_the_page_is_open_and_what_it_shows_is_not():
 
 
 def test_without_ui_there_is_neither_page_nor_feed():
-    with serving({"ui": False}) as running, running.http() as http:
-        assert http.get("/").status_code == 404
-        assert refusal(http, "/ui/events")[0] == 404
+    with serving({"ui": False}) as running:
+        assert running.get("/").status_code == 404
+        assert refusal(running, "/ui/events")[0] == 404
         assert len(running.engine.observers._observers) == 1  # the metrics
 
 
 def test_too_many_pages_are_refused_and_their_places_come_back():
-    with serving() as running, running.http() as http:
-        feeds = [http.build_request("GET", "/ui/events") for _ in range(MAX_WATCHERS)]
-        open_feeds = [http.send(feed, stream=True) for feed in feeds]
-        assert refusal(http, "/ui/events") == (503, "too_many_watchers")
-        open_feeds[0].close()
-        for _ in range(500):
-            with http.stream("GET", "/ui/events") as feed:
-                if feed.status_code == 200:
-                    break
-        assert feed.status_code == 200
-        for feed in open_feeds:
-            feed.close()
+    with serving() as running, ExitStack() as pages:
+
+        def status():
+            with running.http() as http, http.stream("GET", "/ui/events") as feed:
+                return feed.status_code
+
+        http = pages.enter_context(running.http())
+        first, *_ = [pages.enter_context(http.stream("GET", "/ui/events")) for _ in range(MAX_WATCHERS)]
+        assert refusal(running, "/ui/events") == (503, "too_many_watchers")
+        first.close()
+        comes_true(lambda: status() == 200)
 
 
 def test_a_page_that_is_open_does_not_keep_the_server_from_ending():
@@ -454,9 +445,8 @@ def test_the_page_is_one_file_that_may_reach_nothing_but_its_server():
     assert not re.findall(r"\bsrc=|@import|url\(", page)
     assert set(re.findall(r"https?://[^'\"\s]+", page)) == {"http://www.w3.org/2000/svg"}
     assert "innerHTML" not in page and "insertAdjacent" not in page and "document.write" not in page
-    assert "default-src 'none'" in policy
-    assert "connect-src 'self'" in policy
-    assert "trusted-types 'none'" in policy
+    for part in ("default-src 'none'", "connect-src 'self'", "trusted-types 'none'"):
+        assert part in policy
     assert "unsafe" not in policy
 
 

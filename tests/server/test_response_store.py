@@ -1,5 +1,7 @@
 """`previous_response_id`: conversations go on, bounded in number and bytes, each for its key."""
 
+import re
+
 import pytest
 
 from nanovllm.serving.server.errors import ApiError
@@ -13,10 +15,8 @@ def conversation(num_bytes=10, owner=""):
     return StoredConversation(owner, (user("x"),), num_bytes)
 
 
-def post(http, **body):
-    answer = http.post("/v1/responses", json=ASK | body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+def post(running, *, key=None, **body):
+    return running.answer("/v1/responses", ASK, body, headers=key and {"Authorization": f"Bearer {key}"})
 
 
 def text_of(response):
@@ -24,41 +24,36 @@ def text_of(response):
 
 
 def test_a_conversation_goes_on_as_if_it_were_sent_whole():
-    with serving({"store_responses": 4}) as running, running.http() as http:
-        first = post(http, input="Hello", instructions="Be brief.")
+    with serving({"store_responses": 4}) as running:
+        first = post(running, input="Hello", instructions="Be brief.")
         assert first["store"] is True
-        second = post(http, input="And then?", previous_response_id=first["id"])
+        second = post(running, input="And then?", previous_response_id=first["id"])
         assert second["previous_response_id"] == first["id"]
         said = [user("Hello"), {"role": "assistant", "content": text_of(first)}]
-        whole = post(http, input=[*said, user("And then?")])
+        whole = post(running, input=[*said, user("And then?")])
         assert text_of(second) == text_of(whole) and second["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
-        streamed = http.post(
-            "/v1/responses", json=ASK | {"input": "x", "previous_response_id": second["id"], "stream": True}
-        )
-        assert "response.incomplete" in streamed.text or "response.completed" in streamed.text
+        body = ASK | {"input": "x", "previous_response_id": second["id"], "stream": True}
+        assert re.search("response.(incomplete|completed)", running.post("/v1/responses", body).text)
         said += [user("And then?"), {"role": "assistant", "content": text_of(second)}]
-        third = post(http, input="x", previous_response_id=second["id"])
-        assert text_of(third) == text_of(post(http, input=[*said, user("x")]))
+        third = post(running, input="x", previous_response_id=second["id"])
+        assert text_of(third) == text_of(post(running, input=[*said, user("x")]))
 
 
 def test_what_is_not_kept_is_named():
-    with serving({"store_responses": 1}) as running, running.http() as http:
-        first, _ = post(http, input="x"), post(http, input="y")
-        left_out = post(http, input="x", store=False)
+    with serving({"store_responses": 1}) as running:
+        first, _ = post(running, input="x"), post(running, input="y")
+        left_out = post(running, input="x", store=False)
         for response_id in (left_out["id"], first["id"], "resp_unknown"):
-            answer = http.post("/v1/responses", json=ASK | {"input": "z", "previous_response_id": response_id})
-            error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (404, "previous_response_id")
-            assert error["code"] == "previous_response_not_found" and "--store-responses" in error["message"]
+            body = {"input": "z", "previous_response_id": response_id}
+            error = running.error("/v1/responses", ASK, body, status=404)
+            assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+            assert "--store-responses" in error["message"]
 
 
 def test_a_conversation_belongs_to_its_key():
     with serving({"store_responses": 4, "api_key": ("one", "two")}) as running:
-        with running.http(headers={"Authorization": "Bearer one"}) as http:
-            first = post(http, input="x")
-        with running.http(headers={"Authorization": "Bearer two"}) as http:
-            answer = http.post("/v1/responses", json=ASK | {"input": "y", "previous_response_id": first["id"]})
-            assert answer.status_code == 404
+        body = ASK | {"input": "y", "previous_response_id": post(running, key="one", input="x")["id"]}
+        assert running.error("/v1/responses", body, status=404, headers={"Authorization": "Bearer two"})
 
 
 def test_the_oldest_are_dropped_beyond_a_number_or_bytes():

@@ -26,11 +26,6 @@ def complete(client):
     return partial(client.completions.create, model=MODEL)
 
 
-@pytest.fixture(scope="module")
-def chat(client):
-    return partial(client.chat.completions.create, model=MODEL, messages=HELLO)
-
-
 def expected(prompt, **params):
     """The offline engine's output."""
     (output,) = offline().generate([prompt], SamplingParams(**params), use_tqdm=False)

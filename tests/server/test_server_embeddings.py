@@ -1,8 +1,6 @@
 """/v1/embeddings, /v1/rerank and /v1/score: the offline engine's numbers in the forms of the clients."""
 
 import base64
-import concurrent.futures
-import json
 import threading
 
 import numpy as np
@@ -26,9 +24,11 @@ def running():
         yield running
 
 
-def post(running, path, **body):
-    with running.http(headers={"Authorization": "Bearer secret"}) as http:
-        return http.post(path, json=body)
+KEY = {"Authorization": "Bearer secret"}
+
+
+def answer(running, path, **body):
+    return running.answer(path, body, headers=KEY)
 
 
 def embeddings(prompts, **options):
@@ -37,15 +37,14 @@ def embeddings(prompts, **options):
 
 @pytest.mark.parametrize("encoding_format", [openai.NOT_GIVEN, "float", "base64"], ids=str)
 def test_the_clients_embeddings_are_those_of_the_engine(running, encoding_format):
-    answer = running.client("secret").embeddings.create(model="tiny", input=DOCUMENTS, encoding_format=encoding_format)
-    given = [item.embedding for item in answer.data]
+    made = running.client("secret").embeddings.create(model="tiny", input=DOCUMENTS, encoding_format=encoding_format)
+    given = [item.embedding for item in made.data]
     if encoding_format == "base64":
         given = [np.frombuffer(base64.b64decode(text), "<f4") for text in given]
     for own, expected in zip(given, embeddings(DOCUMENTS), strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-5)
-    assert [item.index for item in answer.data] == [0, 1, 2]
-    assert answer.object == "list"
-    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+    assert ([item.index for item in made.data], made.object) == ([0, 1, 2], "list")
+    assert made.usage.prompt_tokens == made.usage.total_tokens > 0
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
@@ -58,13 +57,13 @@ def test_numbers_are_encoded_outside_of_the_event_loop(running, monkeypatch, pat
 
     for module in (embedding_endpoints, catalogue):
         monkeypatch.setattr(module, "encode_numbers", encode)
-    assert post(running, path, model="tiny", input=DOCUMENTS).status_code == 200
+    assert answer(running, path, model="tiny", input=DOCUMENTS)
     assert len(threads) == 3 and running.thread not in threads
 
 
 @pytest.mark.parametrize("given", ["one text", [1, 2, 3], [[1, 2, 3], [4, 5]], ["a", "b"]], ids=str)
 def test_an_input_is_a_text_token_ids_or_a_list_of_either(running, given):
-    data = post(running, "/v1/embeddings", input=given).json()["data"]
+    data = answer(running, "/v1/embeddings", input=given)["data"]
     np.testing.assert_allclose([item["embedding"] for item in data], embeddings(given), atol=1e-5)
 
 
@@ -76,24 +75,22 @@ def test_dimensions_cut_and_normalise(running):
 
 def test_what_is_not_normalised_and_truncated(running):
     prompt = random_prompts(1, low=60, high=60)[0]
-    (item,) = post(running, "/v1/embeddings", input=prompt, normalize=False, truncate_prompt_tokens=20).json()["data"]
+    options = {"normalize": False, "truncate_prompt_tokens": 20}
+    (item,) = answer(running, "/v1/embeddings", input=prompt, **options)["data"]
     np.testing.assert_allclose(item["embedding"], embeddings(prompt[-20:], normalize=False)[0], atol=1e-3)
 
 
 def test_reranked_documents_come_best_first(running):
     expected = [output.score for output in offline().score(QUERY, DOCUMENTS, use_tqdm=False)]
-    answer = post(
-        running, "/v1/rerank", model="tiny", query=QUERY, documents=[DOCUMENTS[0], *map(_object, DOCUMENTS[1:])]
-    )
-    results = answer.json()["results"]
+    found = answer(running, "/v1/rerank", query=QUERY, documents=[DOCUMENTS[0], *map(_object, DOCUMENTS[1:])])
+    results = found["results"]
     order = sorted(range(3), key=lambda index: -expected[index])
     assert [result["index"] for result in results] == order
     assert [result["relevance_score"] for result in results] == pytest.approx([expected[i] for i in order], abs=1e-4)
     assert [result["document"] for result in results] == [_object(DOCUMENTS[index]) for index in order]
-    assert answer.json()["usage"]["total_tokens"] == answer.json()["usage"]["prompt_tokens"] > 0
-    (best,) = post(running, "/v1/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False).json()[
-        "results"
-    ]
+    assert found["usage"]["total_tokens"] == found["usage"]["prompt_tokens"] > 0
+    options = {"top_n": 1, "return_documents": False}
+    (best,) = answer(running, "/v1/rerank", query=QUERY, documents=DOCUMENTS, **options)["results"]
     assert (best["index"], "document" in best) == (order[0], False)
 
 
@@ -104,10 +101,10 @@ def _object(text):
 @pytest.mark.parametrize("method", ["yes_no", "cosine"])
 @pytest.mark.parametrize("queries", [QUERY, [QUERY, "Paris", "tokens"]], ids=["one query", "one each"])
 def test_scores_are_those_of_the_engine(running, method, queries):
-    answer = post(running, "/v1/score", text_1=queries, text_2=DOCUMENTS, method=method).json()
+    data = answer(running, "/v1/score", text_1=queries, text_2=DOCUMENTS, method=method)["data"]
     expected = offline().score(queries, DOCUMENTS, method=method, use_tqdm=False)
-    assert [item["index"] for item in answer["data"]] == [0, 1, 2]
-    assert [item["score"] for item in answer["data"]] == pytest.approx([own.score for own in expected], abs=1e-4)
+    assert [item["index"] for item in data] == [0, 1, 2]
+    assert [item["score"] for item in data] == pytest.approx([own.score for own in expected], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -133,47 +130,28 @@ def test_scores_are_those_of_the_engine(running, method, queries):
     ],
 )  # fmt: skip
 def test_bad_bodies_are_refused_by_name(running, path, body, message):
-    answer = post(running, f"/v1/{path}", **(json.loads(body) if isinstance(body, str) else body))
-    assert answer.status_code == (404 if "does not exist" in message else 400)
-    assert message in answer.json()["error"]["message"]
+    status = 404 if "does not exist" in message else 400
+    assert message in running.error(f"/v1/{path}", body, status=status, headers=KEY)["message"]
 
 
 def test_one_that_times_out_is_a_408(running):
-    answer = post(running, "/v1/embeddings", input=[5] * 400, timeout=1e-6)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "timeout")
+    body = {"input": [5] * 400, "timeout": 1e-6}
+    assert running.error("/v1/embeddings", body, status=408, headers=KEY)["code"] == "timeout"
     assert running.is_idle()
 
 
-def test_they_run_beside_streams_and_are_counted(running):
-    client = running.client("secret")
-    before = _count(running)
+def test_they_are_counted_as_other_requests_are(running):
+    def count():
+        lines = running.get("/metrics", headers=KEY).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("nanovllm:request_success_total"))
 
-    def stream():
-        return "".join(
-            chunk.choices[0].text
-            for chunk in client.completions.create(
-                model="tiny", prompt=[7, 8, 9], max_tokens=40, temperature=0, stream=True
-            )
-        )
-
-    alone = stream()
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(stream) for _ in range(2)]
-        many = [pool.submit(post, running, "/v1/embeddings", input=random_prompts(6, seed=n)) for n in range(4)]
-        assert {future.result().status_code for future in many} == {200}
-        assert {future.result() for future in streams} == {alone}
+    before = count()
+    answer(running, "/v1/embeddings", input=random_prompts(6))
     comes_true(running.is_idle)
-    assert _count(running) - before == 3 + 4 * 6
-
-
-def _count(running):
-    with running.http(headers={"Authorization": "Bearer secret"}) as http:
-        lines = http.get("/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("nanovllm:request_success_total"))
+    assert count() - before == 6
 
 
 def test_a_full_queue_is_a_429_and_nothing_is_left():
     with serving(max_num_seqs=2, max_queue=1) as running:
-        answer = post(running, "/v1/embeddings", input=[[1], [2], [3], [4]])
-        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert running.error("/v1/embeddings", '{"input": [[1], [2], [3], [4]]}', status=429)["code"] == "queue_full"
         assert running.is_idle()

@@ -34,46 +34,58 @@ TEXTS = (  # also with markers of several tokens
 )  # fmt: skip
 SETTINGS = [(name, True) for name in (*TEXTS, "mistral_args", "harmony")] + [(name, False) for name in TEXTS]
 
-HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}\n</tool_call>'
-QWEN = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=unit>\nC\n</parameter>\n"
-    "</function>\n</tool_call>"
-)
-SEED = (
-    "<seed:tool_call>\n<function=weather>\n<parameter=city>Paris</parameter>\n<parameter=unit>C</parameter>\n"
-    "</function>\n</seed:tool_call>"
-)
-GLM = (
-    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>unit</arg_key>\n"
-    "<arg_value>C</arg_value>\n</tool_call>"
-)
-LLAMA = '{"name": "weather", "parameters": {"city":"Paris","unit":"C"}}'
-MISTRAL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Paris","unit":"C"}}]'
-ARGS = '[TOOL_CALLS]weather[ARGS]{"city":"Paris","unit":"C"}'
-HARMONY = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city":"Paris","unit":"C"}'
 JSON = '{"city":"Paris","unit":"C"}'
-V31 = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-V3 = V31.replace("weather<｜tool▁sep｜>", "function<｜tool▁sep｜>weather\n```json\n").replace(
-    "<｜tool▁call▁end｜>", "\n```<｜tool▁call▁end｜>"
-)
-V4 = (
-    '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris'
-    '</｜DSML｜parameter>\n<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-    "</｜DSML｜tool_calls>"
-)
+HERMES = f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call>'
+QWEN = """<tool_call>
+<function=weather>
+<parameter=city>
+Paris
+</parameter>
+<parameter=unit>
+C
+</parameter>
+</function>
+</tool_call>"""
+SEED = """<seed:tool_call>
+<function=weather>
+<parameter=city>Paris</parameter>
+<parameter=unit>C</parameter>
+</function>
+</seed:tool_call>"""
+GLM = """<tool_call>weather
+<arg_key>city</arg_key>
+<arg_value>Paris</arg_value>
+<arg_key>unit</arg_key>
+<arg_value>C</arg_value>
+</tool_call>"""
+LLAMA = f'{{"name": "weather", "parameters": {JSON}}}'
+MISTRAL = f'[TOOL_CALLS][{{"name": "weather", "arguments": {JSON}}}]'
+ARGS = f"[TOOL_CALLS]weather[ARGS]{JSON}"
+HARMONY = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{JSON}"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+V4 = """<｜DSML｜tool_calls>
+<｜DSML｜invoke name="weather">
+<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+<｜DSML｜parameter name="unit" string="true">C</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>"""
 KIMI = (
     f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}"
     "<|tool_call_end|><|tool_calls_section_end|>"
 )
-COHERE = (
-    '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": ' + JSON + "}\n]<|END_ACTION|>"
-)
+COHERE = f"""<|START_ACTION|>[
+    {{"tool_call_id": "0", "tool_name": "weather", "parameters": {JSON}}}
+]<|END_ACTION|>"""
 GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,unit:<|"|>C<|"|>}<tool_call|>'
-MINIMAX = (
-    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
-    '<parameter name="unit">C</parameter>\n</invoke>\n</minimax:tool_call>'
-)
-CALL = {"deepseek_v3": V3, "deepseek_v31": V31, "deepseek_v32": V4.replace("tool_calls", "function_calls"),
+MINIMAX = """<minimax:tool_call>
+<invoke name="weather">
+<parameter name="city">Paris</parameter>
+<parameter name="unit">C</parameter>
+</invoke>
+</minimax:tool_call>"""
+CALL = {"deepseek_v3": DEEPSEEK % f"function<｜tool▁sep｜>weather\n```json\n{JSON}\n```",
+        "deepseek_v31": DEEPSEEK % f"weather<｜tool▁sep｜>{JSON}",
+        "deepseek_v32": V4.replace("tool_calls", "function_calls"),
         "deepseek_v4": V4, "kimi_k2": KIMI, "cohere": COHERE, "gemma4": GEMMA, "minimax_m2": MINIMAX,
         "hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "mistral_args": ARGS, "qwen_xml": QWEN, "seed": SEED,
         "glm": GLM, "harmony": HARMONY}  # fmt: skip
@@ -88,7 +100,7 @@ def test_required_calls_are_the_tools_calls_and_nothing_else(name, as_tokens):
     for wrong in (*changed, "Hello", "Hello" + written, written[:-4], ""):
         assert not setting.accepts(MUST_CALL, wrong), wrong
     (call,) = setting.read(written, SCHEMAS).calls
-    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
+    assert json.loads(call["function"]["arguments"]) == json.loads(JSON)
 
 
 @pytest.mark.parametrize("name, as_tokens", SETTINGS)
@@ -126,7 +138,7 @@ def test_strict_tools_leave_text_free_and_calls_valid(name, as_tokens):
         ("mistral", MISTRAL.replace("}}", '}, "id": "aB3dE6gH9"}')),
         ("mistral_args", ARGS.replace("[ARGS]", "[CALL_ID]aB3dE6gH9[ARGS]")),
         ("harmony", HARMONY.replace("<|constrain|>", "")),
-        ("harmony", ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Paris","unit":"C"}'),
+        ("harmony", f" to=functions.weather<|channel|>commentary json<|message|>{JSON}"),
         ("glm", GLM.replace("\n", "")),
         ("glm", GLM.replace("\n<arg_key>unit", "<arg_key>unit")),
     ],
@@ -136,25 +148,25 @@ def test_calls_may_be_written_as_other_models_of_the_family_do(name, text):
     for must_call in (True, False):
         assert setting.accepts(AnswerConstraints(tools=TOOLS, must_call=must_call), text)
     (call,) = setting.read(text, SCHEMAS).calls
-    assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "unit": "C"}
+    assert json.loads(call["function"]["arguments"]) == json.loads(JSON)
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen_xml", "seed", "glm"])
-def test_several_calls_may_stand_on_one_line(name):
-    setting, text = setting_of(name), CALL[name] + CALL[name]
-    assert setting.accepts(MUST_CALL, text)
-    assert len(setting.read(text, SCHEMAS).calls) == 2
-
-
-@pytest.mark.parametrize("name", ["hermes", "llama", "mistral", "mistral_args", "qwen_xml", "seed", "glm"])
-def test_several_calls_unless_they_are_not_wanted(name):
-    setting = setting_of(name)
-    two = {"llama": f"{LLAMA}; {LLAMA}", "mistral": MISTRAL[:-1] + ", " + MISTRAL[len("[TOOL_CALLS][") :]}
-    text = two.get(name, CALL[name] + CALL[name] if name == "mistral_args" else f"{CALL[name]}\n{CALL[name]}")
+@pytest.mark.parametrize(
+    "name, between",
+    [
+        *((name, between) for name in ("hermes", "qwen_xml", "seed", "glm") for between in ("", "\n")),
+        ("llama", "; "),
+        ("mistral_args", ""),
+        ("mistral", None),  # a list in one marker
+    ],
+)
+def test_several_calls_unless_they_are_not_wanted(name, between):
+    setting, call = setting_of(name), CALL[name]
+    text = f"{call[:-1]}, {call.removeprefix('[TOOL_CALLS][')}" if between is None else call + between + call
     assert len(setting.read(text, SCHEMAS).calls) == 2
     for must_call in (True, False):
         assert setting.accepts(AnswerConstraints(tools=TOOLS, must_call=must_call), text)
-        if (name, must_call) != ("mistral", False):  # a list in one marker
+        if (between, must_call) != (None, False):
             assert not setting.accepts(AnswerConstraints(tools=TOOLS, must_call=must_call, is_parallel=False), text)
 
 
@@ -179,14 +191,11 @@ def test_thought_is_free_and_what_follows_it_is_not(reasoning, as_tokens):
 
 
 def test_thought_of_harmony_is_free_and_what_follows_it_is_not():
-    setting = setting_of("harmony", "harmony")
-    thought = "<|channel|>analysis<|message|>So it is.<|end|><|start|>assistant"
+    setting, number = setting_of("harmony", "harmony"), AnswerConstraints(shape=NUMBER)
     final = '<|channel|>final<|message|>{"n":3}'
-    for begin in ("", thought):
-        assert setting.accepts(AnswerConstraints(shape=NUMBER), begin + final)
-        assert not setting.accepts(AnswerConstraints(shape=NUMBER), begin + final.replace("3", "x"))
-        assert setting.accepts(MUST_CALL, begin + HARMONY)
-        assert not setting.accepts(MUST_CALL, begin + final)
+    for begin in ("", "<|channel|>analysis<|message|>So it is.<|end|><|start|>assistant"):
+        assert setting.accepts(number, begin + final) and not setting.accepts(number, begin + final.replace("3", "x"))
+        assert setting.accepts(MUST_CALL, begin + HARMONY) and not setting.accepts(MUST_CALL, begin + final)
 
 
 @pytest.mark.parametrize("reasoning", ["think", "gemma4", "harmony"])
@@ -243,20 +252,25 @@ def test_a_keyword_that_is_not_supported_is_an_error_for_strict_tools_alone():
         assert llguidance.LLMatcher(setting.guide, built.grammar).is_error() == strict
 
 
+def error_of(format_, tools):
+    """The error of an answer that these tools constrain, and its message."""
+    setting, constraints = setting_of(format_), AnswerConstraints(tools=tools, must_call=True)
+    compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
+    with pytest.raises(ValueError) as found:
+        compiler.matcher(build_form(constraints, setting.form, setting.tokenizer, is_open=False))
+    error = named_error(found.value, constraints, "tools")
+    return error, str(getattr(error, "message", error))
+
+
 @pytest.mark.parametrize("format_", ["hermes", "qwen_xml", "glm"])
 def test_the_error_of_a_tool_names_it_and_the_keyword_and_shows_no_grammar_of_ours(format_):
-    setting = setting_of(format_)
     good = {"type": "object", "properties": {"a": {"type": "string"}}}
     odd = {"type": "object", "properties": {"a": {"type": "object", "not": {"const": "x"}}}}
     tools = [function_tool(name, parameters=schema, strict=True) for name, schema in (("fine", good), ("odd", odd))]
-    constraints = AnswerConstraints(tools=tools, must_call=True)
-    compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
-    with pytest.raises(ValueError, match="structured_output") as found:
-        compiler.matcher(build_form(constraints, setting.form, setting.tokenizer, is_open=False))
-    error = named_error(found.value, constraints, "tools")
+    error, message = error_of(format_, tools)
     assert isinstance(error, ApiError) and error.param == "tools"
-    assert "tools: the parameters of 'odd' have keywords that are not supported: [\"not\"]" in error.message
-    assert "%json" not in error.message and "r0" not in error.message
+    assert "tools: the parameters of 'odd' have keywords that are not supported: [\"not\"]" in message
+    assert "%json" not in message and "r0" not in message
 
 
 def test_arguments_by_name_need_names():
@@ -308,11 +322,5 @@ def test_objects_that_name_their_properties_take_no_others_in_calls_unless_their
 )
 @pytest.mark.parametrize("format_", ["hermes", "qwen_xml", "glm"])
 def test_parameters_that_are_no_schema_are_named_in_the_error(format_, schema, what):
-    tool = function_tool("f", parameters=schema)
-    constraints, setting = AnswerConstraints(tools=[tool], must_call=True), setting_of(format_)
-    compiler = GrammarCompiler(setting.tokenizer, len(setting.tokenizer), [3])
-    with pytest.raises(ValueError) as found:
-        compiler.matcher(build_form(constraints, setting.form, setting.tokenizer, is_open=False))
-    error = named_error(found.value, constraints, "tools")
-    message = str(getattr(error, "message", error))
+    _, message = error_of(format_, [function_tool("f", parameters=schema)])
     assert message.startswith("tools: the parameters of 'f'") and what in message

@@ -10,9 +10,8 @@ import openai.types.responses.response_create_params
 import pytest
 from anthropic.types.beta import message_create_params
 
-from nanovllm.features.chat.plain_messages import plain_messages
 from nanovllm.serving.server import hints
-from nanovllm.serving.server.anthropic.protocol import AssistantMessage, MessagesRequest, OtherBlock, Tool
+from nanovllm.serving.server.anthropic.protocol import MessagesRequest, OtherBlock, Tool
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from nanovllm.serving.server.openai.responses_protocol import FunctionTool, OtherItem, ResponsesRequest
 from tests.support.pages import TEXTS, inline_code, tables
@@ -94,8 +93,8 @@ def test_the_log_says_once_that_a_field_has_no_effect(caplog):
     caplog.set_level(logging.INFO, logger="nanovllm")
     with serving() as running:
         for _ in range(2):
-            assert running.post("/v1/messages", body).status_code == 200
-    logged = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+            assert running.answer("/v1/messages", body)
+    logged = [line for line in caplog.messages if "has no effect" in line]
     assert len(logged) == 2
     assert "'MessagesRequest.speed' has no effect, here and in later requests: there is one engine" in logged[1]
 
@@ -132,19 +131,17 @@ def test_calls_and_thought_of_another_server_are_left_out_of_a_conversation(runn
     sealed = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAAAAB"}
     refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "y"}]}
     plain = {"model": MODEL, "messages": [*ASK, {"role": "assistant", "content": "y"}, *ASK]}
-    size = running.post("/v1/messages/count_tokens", plain).json()
-    given = running.post("/v1/messages/count_tokens", plain | {"messages": [*ASK, answer, *ASK]})
-    assert given.json() == size
-    input_items = [*ASK, *items, sealed, refused, *ASK]
-    answered = running.post("/v1/responses", {"model": MODEL, "max_output_tokens": 2, "input": input_items})
-    assert answered.json()["usage"]["input_tokens"] == size["input_tokens"]
+    size = running.answer("/v1/messages/count_tokens", plain)
+    assert running.answer("/v1/messages/count_tokens", plain, {"messages": [*ASK, answer, *ASK]}) == size
+    given = {"input": [*ASK, *items, sealed, refused, *ASK], "max_output_tokens": 2}
+    assert running.answer("/v1/responses", given)["usage"]["input_tokens"] == size["input_tokens"]
 
 
 def test_a_tool_reference_is_the_name_of_its_tool(running):
     def count(content):
         result = user([{"type": "tool_result", "tool_use_id": "t", "content": content}])
         messages = [*ASK, {"role": "assistant", "content": [USED]}, result]
-        return running.post("/v1/messages/count_tokens", {"model": MODEL, "messages": messages}).json()["input_tokens"]
+        return running.answer("/v1/messages/count_tokens", {"model": MODEL, "messages": messages})["input_tokens"]
 
     assert count([{"type": "tool_reference", "tool_name": "weather"}]) == count("weather")
 
@@ -170,57 +167,34 @@ def test_a_server_that_warns_lets_refused_fields_pass(unknown_fields, caplog):
         for what, (path, body) in REFUSED.items():
             answer = running.post(path, {"model": MODEL} | sizes.get(path, {"max_tokens": 2}) | body)
             assert answer.status_code == (400 if unknown_fields == "refuse" else 200), (what, answer.text)
-    logged = [record for record in caplog.records if "is ignored" in record.getMessage()]
+    logged = [line for line in caplog.messages if "is ignored" in line]
     assert len(logged) == (0 if unknown_fields == "refuse" else len(REFUSED))
-
-
-def test_an_assistants_message_is_taken_as_other_servers_write_it():
-    base = {"messages": [*ASK, {"role": "assistant", "content": "y", "reasoning": "t"}, *ASK]}
-
-    def said(body):
-        messages = plain_messages(ChatRequest.model_validate(body).conversation())
-        return [{name: message.get(name) for name in ("role", "content", "reasoning")} for message in messages]
-
-    expected = said(base)
-    for other in (
-        {"content": "y", "reasoning": "t", "refusal": None},
-        {"content": "y", "reasoning": None, "reasoning_content": "t"},
-        {"content": None, "refusal": "y", "reasoning": "t"},
-    ):
-        given = {"messages": [*ASK, {"role": "assistant"} | other, *ASK]}
-        assert said(given) == expected
-    nothing = {"role": "tool", "tool_call_id": "c1", "content": None}
-    called = [*ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, nothing]
-    assert not said({"messages": called})[-1]["content"]
-    assert AssistantMessage.model_validate({"role": "assistant", "content": "y"}).content == "y"
 
 
 def test_minus_one_truncates_to_the_longest_prompt(running):
     longest = running.engine.config.max_model_len - 1
-    given = {"model": MODEL, "prompt": [5] * (longest + 50), "max_tokens": 1, "truncate_prompt_tokens": -1}
-    answer = running.post("/v1/completions", given)
-    assert answer.json()["usage"]["prompt_tokens"] == longest
-    given = {"model": MODEL, "input": [5] * (longest + 50), "truncate_prompt_tokens": -1, "encoding_format": None}
-    answer = running.post("/v1/embeddings", given)
-    assert answer.json()["usage"]["prompt_tokens"] == longest
-    refused = running.post("/v1/completions", {"model": MODEL, "prompt": "x", "truncate_prompt_tokens": 0})
-    assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
+    long = [5] * (longest + 50)
+    for path, body in (
+        ("/v1/completions", {"prompt": long, "max_tokens": 1}),
+        ("/v1/embeddings", {"input": long, "encoding_format": None}),
+    ):
+        assert running.answer(path, body, {"truncate_prompt_tokens": -1})["usage"]["prompt_tokens"] == longest
+    running.refuses("/v1/completions", "truncate_prompt_tokens", "", '{"prompt": "x", "truncate_prompt_tokens": 0}')
 
 
 def test_documents_are_cut_to_their_first_tokens(running):
     long = "The sea is blue and wide. " * 4
-    ids = running.post("/tokenize", {"prompt": long, "add_special_tokens": False}).json()["tokens"]
-    begun = running.post("/detokenize", {"tokens": ids[:5]}).json()["prompt"]
-    body = {"model": MODEL, "query": "sea", "method": "cosine"}
-    cut = running.post("/v2/rerank", body | {"documents": [long], "max_tokens_per_doc": 5}).json()
-    expected = running.post("/v2/rerank", body | {"documents": [begun]}).json()
-    assert cut["results"][0]["relevance_score"] == expected["results"][0]["relevance_score"]
-    assert cut["results"][0]["document"]["text"] == long
+    ids = running.answer("/tokenize", {"prompt": long, "add_special_tokens": False})["tokens"]
+    begun = running.answer("/detokenize", {"tokens": ids[:5]})["prompt"]
+    cut, expected = (
+        running.answer("/v2/rerank", '{"query": "sea", "method": "cosine"}', given)["results"][0]
+        for given in ({"documents": [long], "max_tokens_per_doc": 5}, {"documents": [begun]})
+    )
+    assert cut["relevance_score"] == expected["relevance_score"] and cut["document"]["text"] == long
 
 
 def test_a_reranker_without_words_for_its_answers_compares_embeddings(running):
-    body = {"model": MODEL, "query": "sea", "documents": ["The sea", "The sun"]}
-    plain = running.post("/v1/rerank", body).json()["results"]
-    assert plain == running.post("/v1/rerank", body | {"method": "cosine"}).json()["results"]
-    refused = running.post("/v1/rerank", body | {"method": "yes_no"})
-    assert refused.status_code == 400 and "spells 'yes'" in refused.json()["error"]["message"]
+    body = {"query": "sea", "documents": ["The sea", "The sun"]}
+    plain, cosine = (running.answer("/v1/rerank", body, more)["results"] for more in ("{}", '{"method": "cosine"}'))
+    assert plain == cosine
+    assert "spells 'yes'" in running.error("/v1/rerank", body, '{"method": "yes_no"}')["message"]

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -28,21 +29,18 @@ def running(tokenizer):
         yield running
 
 
-def test_a_suffix_asks_for_the_middle_of_each_prompt(running, tokenizer):
+def test_a_suffix_asks_for_the_middle_of_each_prompt(client, tokenizer):
     written = [f"{MARKS.prefix}{prefix}{MARKS.suffix}{SUFFIX}{MARKS.middle}" for prefix in (PREFIX, "x = ")]
-    with running.client() as client:
-        options = {"model": MODEL, "temperature": 0, "max_tokens": 6}
-        expected = client.completions.create(
-            prompt=written, extra_body={"stop_token_ids": tokenizer.convert_tokens_to_ids([*MARKS.ends])}, **options
-        )
-        found = client.completions.create(prompt=[PREFIX, "x = "], suffix=SUFFIX, **options)
-        assert [choice.text for choice in found.choices] == [choice.text for choice in expected.choices]
-        assert found.usage.prompt_tokens == expected.usage.prompt_tokens
-        chunks = client.completions.create(prompt=[PREFIX, "x = "], suffix=SUFFIX, stream=True, **options)
-        texts = ["", ""]
-        for chunk in chunks:
-            texts[chunk.choices[0].index] += chunk.choices[0].text
-        assert texts == [choice.text for choice in found.choices]
+    create = partial(client.completions.create, model=MODEL, temperature=0, max_tokens=6)
+    stops = {"stop_token_ids": tokenizer.convert_tokens_to_ids([*MARKS.ends])}
+    expected = create(prompt=written, extra_body=stops)
+    found = create(prompt=[PREFIX, "x = "], suffix=SUFFIX)
+    assert [choice.text for choice in found.choices] == [choice.text for choice in expected.choices]
+    assert found.usage.prompt_tokens == expected.usage.prompt_tokens
+    texts = ["", ""]
+    for chunk in create(prompt=[PREFIX, "x = "], suffix=SUFFIX, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in found.choices]
 
 
 BODY = {"input_prefix": PREFIX, "input_suffix": SUFFIX, **GREEDY}
@@ -58,9 +56,9 @@ def test_a_middle_as_llama_cpps_server_answers_it(running):
     editor = """{"samplers": ["top_k", "top_p", "infill"], "t_max_prompt_ms": 1, "t_max_predict_ms": 60000,
         "n_indent": 0, "cache_prompt": true, "response_fields": [], "input_extra": [], "prompt": "",
         "id_slot": 0, "stop": [], "n_cmpl": 1, "n_predict": 6}"""
-    suffixed = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 6, **GREEDY}
-    expected = running.post("/v1/completions", suffixed).json()
-    answer = running.post("/infill", BODY | json.loads(editor)).json()
+    suffixed = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 6}
+    expected = running.answer("/v1/completions", suffixed, GREEDY)
+    answer = running.answer("/infill", BODY, editor)
     assert answer["content"] == expected["choices"][0]["text"]
     assert (answer["stop"], answer["stop_type"], answer["tokens_predicted"]) == (True, "limit", 6)
     assert answer["tokens_evaluated"] == expected["usage"]["prompt_tokens"]
@@ -73,7 +71,7 @@ def test_a_middle_as_llama_cpps_server_answers_it(running):
 def test_an_answer_has_the_response_fields_alone_by_their_paths(running):
     fields = ["content", "timings/predicted_n", "timings/prompt_per_token_ms", "timings/none", "none"]
     body = {"n_predict": 3, "response_fields": fields}
-    for answer in (running.post("/infill", BODY | body).json(), streamed(running, body)[-1]):
+    for answer in (running.answer("/infill", BODY, body), streamed(running, body)[-1]):
         assert set(answer) == set(fields[:3]) and answer["timings/predicted_n"] == 3
 
 
@@ -110,9 +108,9 @@ def test_a_limit_ends_the_request_whole_and_streamed(running, monkeypatch):
         counts[id(limits)] += 1
         return 1 if counts[id(limits)] == 3 else None
 
-    full = running.post("/infill", BODY | body | {"n_predict": 40, "n_indent": 0}).json()["content"]
+    full = running.answer("/infill", BODY, body, {"n_predict": 40, "n_indent": 0})["content"]
     monkeypatch.setattr(MiddleLimits, "end_in", end_in)
-    answer = running.post("/infill", BODY | body).json()
+    answer = running.answer("/infill", BODY, body)
     assert full.startswith(answer["content"]) and (answer["stop"], answer["stop_type"]) == (True, "limit")
     assert 3 <= answer["tokens_predicted"] == answer["timings"]["predicted_n"] < 200
     events = streamed(running, body)
@@ -136,7 +134,7 @@ def test_filters_that_samplers_leave_out_are_off():
 def test_other_files_and_the_begin_of_a_line_are_part_of_the_prompt(running):
     files = [{"filename": "f.py", "text": "x = 1", "time": [1764, 51]}]  # Vim's time
     plain, longer = (
-        running.post("/infill", BODY | {"n_predict": 1} | more).json()["tokens_evaluated"]
+        running.answer("/infill", BODY, {"n_predict": 1}, more)["tokens_evaluated"]
         for more in ({}, {"input_extra": files, "prompt": "return"})
     )
     assert longer > plain + 5
@@ -144,9 +142,9 @@ def test_other_files_and_the_begin_of_a_line_are_part_of_the_prompt(running):
 
 def test_an_editor_may_warm_the_cache(running):
     body = {"input_prefix": "y = " * 60, "input_suffix": SUFFIX}
-    warmed = running.post("/infill", body | {"n_predict": 0}).json()
+    warmed = running.answer("/infill", body, {"n_predict": 0})
     assert (warmed["content"], warmed["tokens_predicted"]) == ("", 0)
-    assert running.post("/infill", body | {"n_predict": 1}).json()["tokens_cached"] > 100
+    assert running.answer("/infill", body, {"n_predict": 1})["tokens_cached"] > 100
 
 
 @pytest.mark.parametrize("body, param, said", [
@@ -160,18 +158,13 @@ def test_an_editor_may_warm_the_cache(running):
     ('{"input_extra": [{"txt": 1}]}', "input_extra[0].text", "required"),
 ])  # fmt: skip
 def test_a_bad_request_is_refused_by_name(running, body, param, said):
-    error = running.error("/infill", {"input_prefix": PREFIX, "input_suffix": SUFFIX}, body)
-    assert error["param"] == param and said in error["message"]
+    running.refuses("/infill", param, said, {"input_prefix": PREFIX, "input_suffix": SUFFIX}, body)
 
 
-def test_a_middle_needs_its_end(running):
-    error = running.error("/infill", {"input_prefix": PREFIX})
-    assert error["param"] == "input_suffix" and "required" in error["message"]
-
-
-def test_echo_and_suffix_exclude_one_another(running):
-    error = running.error("/v1/completions", '{"prompt": "x", "suffix": "y", "echo": true}')
-    assert error["param"] == "suffix" and "Leave one out" in error["message"]
+def test_a_suffix_is_needed_by_a_middle_and_excludes_an_echo(running):
+    running.refuses("/infill", "input_suffix", "required", {"input_prefix": PREFIX})
+    body = '{"prompt": "x", "suffix": "y", "echo": true}'
+    running.refuses("/v1/completions", "suffix", "Leave one out", body)
 
 
 def test_a_tokenizer_without_markers_is_named():

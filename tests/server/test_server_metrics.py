@@ -18,24 +18,28 @@ ALERTS = Path(__file__).parents[2] / "examples" / "prometheus_alerts.yaml"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana_dashboard.json"
 
 
+def leave(running, body, when):
+    """Send a request and leave once something is true; waits until the server has forgotten it."""
+    connection = raw_stream(running, body)
+    comes_true(when)
+    connection.close()
+    comes_true(lambda: running.is_idle() and running.app.state.server.admission.num_open == 0)
+
+
 @pytest.fixture(scope="module")
 def counted():
     """Metrics after a prompt of 48 tokens twice, 5 tokens each; n=2 of 3 tokens; a refusal; a client that
     left."""
     with serving() as running:
         body = {"prompt": list(range(100, 148)), "max_tokens": 5, "temperature": 0}
-        for _ in range(2):
-            assert running.post("/v1/completions", body).status_code == 200
-        assert running.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 3, "n": 2}).status_code == 200
-        assert running.post("/v1/completions", {"prompt": [1], "n": 0}).status_code == 400
+        for given in (body, body, {"prompt": [1, 2], "max_tokens": 3, "n": 2}):
+            running.answer("/v1/completions", given)
+        running.error("/v1/completions", {"prompt": [1], "n": 0})
         assert running.get("/nowhere/1").status_code == 404
         before = running.stats().num_steps
         with slow_steps(running.engine):
-            connection = raw_stream(running, {"prompt": [3, 4], "max_tokens": 500})
-            comes_true(lambda: running.stats().num_steps > before + 1)
-            connection.close()
-            comes_true(running.is_idle)
-        comes_true(lambda: running.app.state.server.admission.num_open == 0)
+            body = {"prompt": [3, 4], "max_tokens": 500}
+            leave(running, body, lambda: running.stats().num_steps > before + 1)
         return figures(running) | {"steps": running.stats().num_steps, "tokens": running.stats().num_output_tokens}
 
 
@@ -48,11 +52,7 @@ def test_clients_that_leave_before_they_saw_anything_are_counted():
     with serving(max_num_seqs=1, max_model_len=2048) as running, slow_steps(running.engine):
         for stream, number in ((False, 1), (True, 2)):
             body = {"prompt": [[3, 4], [5]], "max_tokens": 2000, "stream": stream, "ignore_eos": True}
-            connection = raw_stream(running, body)
-            comes_true(lambda: running.stats().num_waiting == 1)
-            connection.close()
-            comes_true(running.is_idle)
-            comes_true(lambda: running.app.state.server.admission.num_open == 0)
+            leave(running, body, lambda: running.stats().num_waiting == 1)
             assert figures(running)["request_success_total{finished_reason=abort}"] == 2 * number
 
 
@@ -95,10 +95,11 @@ def test_token_times_are_seen_while_a_request_runs_and_not_again_when_it_ends():
             assert found["e2e_request_latency_seconds_count"] == 0
             connection.close()
         comes_true(lambda: running.is_idle() and running.app.state.server.admission.num_open == 0)
-        body = {"prompt": [5], "max_tokens": 1, "n": 3, "temperature": 1}
-        assert running.post("/v1/completions", body).status_code == 200
-        body = {"prompt": [5], "max_tokens": 2000, "ignore_eos": True, "timeout": 0.05}
-        assert running.post("/v1/completions", body).status_code == 200
+        for body in (
+            {"max_tokens": 1, "n": 3, "temperature": 1},
+            {"max_tokens": 2000, "ignore_eos": True, "timeout": 0.05},
+        ):
+            running.answer("/v1/completions", {"prompt": [5]}, body)
         found = figures(running)
         assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 3
         assert found["inter_token_latency_seconds_count"] == running.stats().num_output_tokens - 5
@@ -109,10 +110,7 @@ def test_token_times_are_seen_while_a_request_runs_and_not_again_when_it_ends():
 def test_an_answer_that_is_not_streamed_counts_too_when_its_client_leaves():
     with serving(max_model_len=2048) as running, slow_steps(running.engine):
         body = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": False}
-        connection = raw_stream(running, body)
-        comes_true(lambda: running.stats().num_output_tokens > 3)
-        connection.close()
-        comes_true(lambda: running.is_idle() and running.app.state.server.admission.num_open == 0)
+        leave(running, body, lambda: running.stats().num_output_tokens > 3)
         found = figures(running)
         assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 1
         assert found["inter_token_latency_seconds_count"] == running.stats().num_output_tokens - 1
@@ -151,24 +149,25 @@ def test_two_servers_of_one_process_count_apart():
         assert figures(other)["steps_total"] == 0
 
 
+def asked_and_known(expressions, counted):
+    """Names of the metrics in expressions, and those that the server has."""
+    asked = set(re.findall(r"nanovllm:(\w+)", " ".join(expressions)))
+    return asked, {name.partition("{")[0] for name in counted}
+
+
 def test_the_dashboard_asks_for_nothing_that_the_server_has_not(counted):
-    dashboard = json.loads(DASHBOARD.read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    names = {name for expression in asked for name in re.findall(r"nanovllm:(\w+)", expression)}
-    known = {re.sub(r"\{.*", "", name) for name in counted}
-    assert len(names) > 12
-    assert names <= known
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    expressions = (target["expr"] for panel in panels for target in panel.get("targets", ()))
+    asked, known = asked_and_known(expressions, counted)
+    assert len(asked) > 12 and asked <= known
 
 
 def test_the_alerts_ask_for_nothing_that_the_server_has_not(counted):
     (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
     rules = group["rules"]
     assert all(rule["alert"] and rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in rules)
-    names = {name for rule in rules for name in re.findall(r"nanovllm:(\w+)", rule["expr"])}
-    known = {re.sub(r"\{.*", "", name) for name in counted}
-    of_replicas = {name for name in names if name.startswith("replica_")}  # shown where there are several
-    assert of_replicas == {"replica_up", "replica_restarts_total"}
-    assert len(names) > 8 and names - of_replicas <= known
+    asked, known = asked_and_known((rule["expr"] for rule in rules), counted)
+    assert len(asked) > 8 and asked - known == {"replica_up", "replica_restarts_total"}  # shown where there are several
 
 
 def test_a_request_of_several_samples_ends_as_its_worst_one():

@@ -9,37 +9,37 @@ CHAT = {"messages": [user("x")], "max_tokens": 2}
 OLLAMA = {"model": "x", "messages": CHAT["messages"], "options": {"num_predict": 2}}
 
 
+def described_model(running):
+    """The field of the model in the description of the API."""
+    return running.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
+
+
 def test_a_model_has_several_names_and_answers_with_the_first():
     with serving({"served_model_name": ("first", "second")}) as running:
         for name in ("first", "second"):
-            answer = running.post("/v1/chat/completions", CHAT | {"model": name})
-            assert answer.status_code == 200 and answer.json()["model"] == "first"
+            assert running.answer("/v1/chat/completions", CHAT, {"model": name})["model"] == "first"
             assert running.get(f"/v1/models/{name}").json()["id"] == name
         assert [model["id"] for model in running.get("/v1/models").json()["data"]] == ["first", "second"]
         assert [model["name"] for model in running.get("/api/tags").json()["models"]] == ["first", "second"]
-        refused = running.post("/v1/chat/completions", CHAT | {"model": "third"})
-        assert refused.status_code == 404 and "'first' or 'second' is served" in refused.text
-        limits = running.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
-        assert limits["enum"] == ["first", "second", None]
+        error = running.error("/v1/chat/completions", CHAT, {"model": "third"}, status=404)
+        assert "'first' or 'second' is served" in error["message"]
+        assert described_model(running)["enum"] == ["first", "second", None]
 
 
 def test_every_name_is_answered_where_the_server_is_told_to():
     with serving({"any_model_name": True}) as running:
-        body = CHAT | {"model": "claude-small"}
-        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
-            answer = running.post(path, body if path != "/api/chat" else OLLAMA)
-            assert answer.status_code == 200, answer.text
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            running.answer(path, CHAT, {"model": "claude-small"})
+        running.answer("/api/chat", OLLAMA | {"stream": False})
         assert running.get("/v1/models/claude-small").json()["id"] == "claude-small"
         assert [model["id"] for model in running.get("/v1/models").json()["data"]] == ["tiny"]
-        assert "enum" not in str(
-            running.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]["model"]
-        )
+        assert "enum" not in str(described_model(running))
 
 
 def test_a_request_may_wait_longer_than_the_servers_goals_and_not_less():
     with serving(itl_goal=60.0, ttft_goal=90.0) as running:
         for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "max_tokens": 2})):
-            assert running.post(path, body | {"itl_goal": 70, "ttft_goal": 90.0}).status_code == 200
+            running.answer(path, body, {"itl_goal": 70, "ttft_goal": 90.0})
             for goals in ({"itl_goal": 0.05}, {"ttft_goal": 1}):
                 assert "a request may only wait longer" in running.error(path, body, goals)["message"]
 
@@ -55,24 +55,22 @@ def test_other_names_are_refused(given):
         ServerSettings(served_model_name=given)
 
 
-def test_reranking_and_scores_have_the_paths_of_other_servers():
-    rerank = {"query": "x", "documents": ["y", "z"], "method": "cosine"}
-    score = {"text_1": "x", "text_2": "y", "method": "cosine"}
-    with serving() as running:
-        for body, paths, field in (
-            (rerank, ("/v1/rerank", "/rerank", "/v2/rerank"), "results"),
-            (score, ("/v1/score", "/score"), "data"),
-        ):
-            answers = [running.post(path, body) for path in paths]
-            assert all(answer.status_code == 200 for answer in answers)
-            assert all(answer.json()[field] == answers[0].json()[field] for answer in answers)
+@pytest.mark.parametrize(
+    "body, paths, field",
+    [
+        ({"query": "x", "documents": ["y", "z"]}, ("/v1/rerank", "/rerank", "/v2/rerank"), "results"),
+        ({"text_1": "x", "text_2": "y"}, ("/v1/score", "/score"), "data"),
+    ],
+)
+def test_reranking_and_scores_have_the_paths_of_other_servers(running, body, paths, field):
+    first, *others = (running.answer(path, body, '{"method": "cosine"}')[field] for path in paths)
+    assert all(other == first for other in others)
 
 
 @pytest.mark.full
-def test_a_response_that_fits_may_ask_for_truncation():
-    with serving() as running:
-        for value in ("auto", "disabled", None):
-            answer = running.post("/v1/responses", {"input": "x", "max_output_tokens": 2, "truncation": value})
-            assert answer.status_code == 200 and answer.json()["truncation"] == (value or "disabled")
-        long = running.post("/v1/responses", {"input": "word " * 1000, "truncation": "auto"})
-        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+def test_a_response_that_fits_may_ask_for_truncation(running):
+    for value in ("auto", "disabled", None):
+        answer = running.answer("/v1/responses", {"input": "x", "max_output_tokens": 2, "truncation": value})
+        assert answer["truncation"] == (value or "disabled")
+    long = {"input": "word " * 1000, "truncation": "auto"}
+    assert running.error("/v1/responses", long)["code"] == "context_length_exceeded"

@@ -25,54 +25,49 @@ REQUESTS = {
 
 @pytest.fixture
 def forms(monkeypatch):
-    """Schemas that the engine is given, in their order."""
-    given = []
+    """Watches a server; has the schemas that its engine is given, in their order."""
 
     def watch(running):
-        engine, submit = running.engine, running.engine.submit
+        submit = running.engine.submit
 
         async def noted(prompts, params, **options):
-            form = params.structured_output
-            given.append(form.json_schema or form.grammar)
+            watch.given.append(params.structured_output.json_schema or params.structured_output.grammar)
             return await submit(prompts, params, **options)
 
-        monkeypatch.setattr(engine, "submit", noted)
-        return running.http()
+        monkeypatch.setattr(running.engine, "submit", noted)
 
-    watch.given = given
+    watch.given = []
     return watch
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("opens", [False, True])
 def test_a_document_has_the_properties_of_its_schema_alone(forms, opens):
-    with serving({"open_objects": opens}, model=ending_model()) as running, forms(running) as http:
+    with serving({"open_objects": opens}, model=ending_model()) as running:
+        forms(running)
         for path, body in REQUESTS.values():
             for own in (None, False, True):
-                field = {} if own is None else {"open_objects": own}
-                answer = http.post(path, json={"model": MODEL} | body | field)
-                assert answer.status_code == 200, answer.text
+                running.answer(path, {"model": MODEL}, body, {} if own is None else {"open_objects": own})
                 is_open = opens if own is None else own
                 assert ('"additionalProperties": false' not in forms.given[-1]) is is_open, (path, own)
 
 
 def test_schemas_of_other_fields_keep_the_standards_meaning(forms):
-    with serving(model=ending_model()) as running, forms(running) as http:
+    with serving(model=ending_model()) as running:
+        forms(running)
         for body in (
             {"guided_json": OPEN},
             {"structured_outputs": {"json": OPEN}},
             {"response_format": {"type": "json_object"}},
         ):
-            answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": ASK} | SIZE | body)
-            assert answer.status_code == 200, answer.text
+            running.answer("/v1/chat/completions", {"messages": ASK}, SIZE, body)
             assert "additionalProperties" not in (forms.given[-1] or "")
 
 
-def test_a_schema_that_cannot_be_closed_is_named(forms):
+def test_a_schema_that_cannot_be_closed_is_named():
     chain = {f"d{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}]} for number in range(60)}
     schema = {"$defs": chain | {"d60": {"properties": {"a": {}}}}, "$ref": "#/$defs/d0", "type": "object"}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    with serving(model=ending_model()) as running, forms(running) as http:
-        body = {"model": MODEL, "messages": ASK, "response_format": form} | SIZE
-        error = http.post("/v1/chat/completions", json=body).json()["error"]
-        assert error["param"] == "response_format.json_schema.schema" and "open_objects" in error["message"]
+    with serving(model=ending_model()) as running:
+        body = {"messages": ASK, "response_format": form} | SIZE
+        running.refuses("/v1/chat/completions", "response_format.json_schema.schema", "open_objects", body)

@@ -111,10 +111,9 @@ def test_the_format_is_found_in_the_chat_template(template, name):
 running = served(lambda: serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()))
 
 
-def test_a_whole_answer_has_its_thought_apart(running, monkeypatch):
+def test_a_whole_answer_has_its_thought_apart(running, monkeypatch, chat):
     says(running, monkeypatch, "Two and two\n</think>\n\nFour")
-    with running.client() as client:
-        answer = client.chat.completions.create(model=MODEL, messages=ASK, n=2, temperature=1.0)
+    answer = chat(n=2, temperature=1.0)
     for choice in answer.choices:
         assert (choice.message.reasoning_content, choice.message.content) == ("Two and two", "Four")
         assert choice.finish_reason == "stop"
@@ -148,13 +147,9 @@ def test_thought_in_a_channel_by_special_tokens_is_apart(monkeypatch, is_streame
             assert "".join(part.content or "" for part in parts) == "Four"
 
 
-def test_a_streamed_answer_has_its_thought_apart(running, monkeypatch):
+def test_a_streamed_answer_has_its_thought_apart(running, monkeypatch, chat):
     says(running, monkeypatch, "Two and two</think>Four" + CALL)
-    with running.client() as client:
-        stream = client.chat.completions.create(
-            model=MODEL, messages=ASK, tools=TOOLS, stream=True, stream_options={"include_usage": True}
-        )
-        chunks = list(stream)
+    chunks = list(chat(tools=TOOLS, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Two and two"
     assert "".join(delta.content or "" for delta in deltas) == "Four"
@@ -182,7 +177,7 @@ CONTINUED = {
 )
 def test_thought_is_where_the_prompt_left_it(running, monkeypatch, text, body, thought, content):
     says(running, monkeypatch, text)
-    answer = running.post("/v1/chat/completions", {"messages": ASK} | body).json()
+    answer = running.answer("/v1/chat/completions", {"messages": ASK}, body)
     (choice,) = answer["choices"]
     found = choice["message"].get("reasoning_content")
     assert (found and found[: len(thought)], choice["message"]["content"]) == (thought, content)
@@ -193,7 +188,7 @@ def test_thought_is_where_the_prompt_left_it(running, monkeypatch, text, body, t
 def test_earlier_thought_and_the_effort_reach_the_template(running):
     messages = [*ASK, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}, *ASK]
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True, "reasoning_effort": "low"}
-    (choice,) = running.post("/v1/chat/completions", body).json()["choices"]
+    (choice,) = running.answer("/v1/chat/completions", body)["choices"]
     prompt = running.engine.tokenizer.decode(choice["prompt_token_ids"])
     assert prompt.startswith("effort low ") and "<think>2+2</think>4<|end|>" in prompt
 
@@ -206,8 +201,8 @@ def test_a_conversation_has_the_tokens_that_its_answer_begins_from(running):
     seen = []
     for body in ({"messages": ASK} | each for each in bodies):
         more = {"max_tokens": 1, "return_token_ids": True}
-        (choice,) = running.post("/v1/chat/completions", body | more).json()["choices"]
-        found = running.post("/tokenize", body | {"add_special_tokens": False}).json()
+        (choice,) = running.answer("/v1/chat/completions", body, more)["choices"]
+        found = running.answer("/tokenize", body, {"add_special_tokens": False})
         assert (found["tokens"], found["count"]) == (choice["prompt_token_ids"], len(found["tokens"]))
         seen.append(found["tokens"])
     assert len(set(map(tuple, seen))) == len(bodies)
@@ -216,10 +211,10 @@ def test_a_conversation_has_the_tokens_that_its_answer_begins_from(running):
 def test_variables_that_the_template_does_not_have_are_refused(running):
     for path in ("/tokenize", "/v1/chat/completions"):
         for name, hint in (("enable_thinkin", "did you mean enable_thinking"), ("wait", "waits"), ("zzz", "no such")):
-            error = running.error(path, {"messages": ASK, "chat_template_kwargs": {name: True}})
-            assert error["param"] == f"chat_template_kwargs.{name}" and hint in error["message"]
+            body = {"messages": ASK, "chat_template_kwargs": {name: True}}
+            running.refuses(path, f"chat_template_kwargs.{name}", hint, body)
     body = {"messages": ASK, "chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "low"}
-    assert running.error("/v1/chat/completions", body)["param"] == "reasoning_effort"
+    running.refuses("/v1/chat/completions", "reasoning_effort", "", body)
 
 
 def test_an_effort_is_said_in_the_variables_of_the_template():

@@ -4,7 +4,9 @@ import asyncio
 import json
 import re
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,9 +24,19 @@ from tests.support.async_llms import slow_steps
 from tests.support.serving import comes_true, raw_stream, serving
 from tests.support.sweeps import CALIBRATION, COST
 
+ENDLESS = {"max_tokens": 2000, "ignore_eos": True}
+
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def recording(path, **options):
+    """A recorder, which has written all at the end of the block."""
+    recorder = Recorder(path, **options)
+    yield recorder
+    recorder.close()
 
 
 def ended(length, arrival=0.0, **options):
@@ -42,21 +54,20 @@ def recorded(tmp_path_factory):
     path = tmp_path_factory.mktemp("record") / "yesterday.jsonl"
     shared = list(range(20, 148))
     with serving({"record": str(path)}, max_model_len=2048) as running:
-        first = {"prompt": [*shared, 5, 6], "max_tokens": 4, "ignore_eos": True}
-        assert running.post("/v1/completions", first).status_code == 200
-        second = {"prompt": [*shared, 7], "max_tokens": 3, "n": 2, "ignore_eos": True, "stream": True, "priority": 4}
-        assert running.post("/v1/completions", second).status_code == 200
+        first = {"prompt": [*shared, 5, 6], "max_tokens": 4}
+        second = {"prompt": [*shared, 7], "max_tokens": 3, "n": 2, "stream": True, "priority": 4}
+        for body in (first, second):
+            assert running.post("/v1/completions", ENDLESS | body).status_code == 200
         for stream in (True, False):
             before = running.stats().num_output_tokens
-            left = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+            left = ENDLESS | {"prompt": [3, 4], "stream": stream}
             with slow_steps(running.engine):
                 connection = raw_stream(running, left)
                 comes_true(lambda before=before: running.stats().num_output_tokens > before + 2)
                 connection.close()
                 comes_true(running.is_idle)
-        late = {"prompt": [9], "max_tokens": 2000, "ignore_eos": True, "timeout": 0.05}
-        assert running.post("/v1/completions", late).status_code == 200
-        assert running.post("/v1/completions", {"prompt": [1], "n": 0}).status_code == 400  # never queued
+        running.answer("/v1/completions", ENDLESS, '{"prompt": [9], "timeout": 0.05}')
+        running.error("/v1/completions", '{"prompt": [1], "n": 0}')  # never queued
         recorder = running.app.state.recorder
         comes_true(lambda: recorder.num_recorded == 5)
     recorder.close()
@@ -101,17 +112,15 @@ def test_prefixes_count_as_shared_within_one_salt_and_cannot_be_looked_up_withou
 
 def test_a_torn_last_line_is_left_out_by_readers_and_removed_by_the_next_server(tmp_path, caplog):
     path = tmp_path / "r.jsonl"
-    one = Recorder(path)
-    for arrival in (2.0, 1.0):  # in order of their ends
-        one.record(*ended(5, arrival))
-    one.close()
+    with recording(path) as recorder:
+        for arrival in (2.0, 1.0):  # in order of their ends
+            recorder.record(*ended(5, arrival))
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:40])
     workload = read_trace(path)
     assert [r.arrival for r in workload.requests] == [0.0, 1.0] and "the last line, 3, was torn" in caplog.text
-    two = Recorder(path)
-    two.record(*ended(6))
-    two.close()
+    with recording(path) as recorder:
+        recorder.record(*ended(6))
     assert path.read_bytes()[: len(whole)] == whole and len(lines(path)) == 3
     path.write_bytes(whole[:40] + b"\n" + whole)  # not at the end: no accident
     with pytest.raises(ValueError, match="line 1: not JSON"):
@@ -143,15 +152,13 @@ def test_a_file_has_one_writer_at_a_time(tmp_path):
 
 def test_a_full_file_is_renamed_and_begun_anew(tmp_path):
     path = tmp_path / "r.jsonl"
-    recorder = Recorder(path, max_bytes=300)
-    for _ in range(5):
-        recorder.record(*ended(5))
-    recorder.close()
+    with recording(path, max_bytes=300) as recorder:
+        for _ in range(5):
+            recorder.record(*ended(5))
     assert len(lines(path)) + len(lines(tmp_path / "r.jsonl.1")) in (3, 4) and path.stat().st_size <= 300
     assert len(read_trace(path).requests) == len(lines(path))
-    long = Recorder(tmp_path / "long.jsonl", max_bytes=10)
-    long.record(*ended(5))
-    long.close()
+    with recording(tmp_path / "long.jsonl", max_bytes=10) as recorder:
+        recorder.record(*ended(5))
     assert [file.name for file in tmp_path.glob("long*")] == ["long.jsonl"]  # an empty file is not renamed
 
 
@@ -160,11 +167,10 @@ def test_a_disk_that_is_slower_than_the_requests_costs_a_bounded_memory(tmp_path
     monkeypatch.setattr(module, "MAX_QUEUED_TOKENS", 3 * (5 + module.REQUEST_TOKENS))
     written = Recorder._write
     monkeypatch.setattr(Recorder, "_write", lambda self, line: (gate.wait(), written(self, line)))
-    recorder = Recorder(tmp_path / "r.jsonl")
-    for _ in range(20):
-        recorder.record(*ended(5))
-    gate.set()
-    recorder.close()
+    with recording(tmp_path / "r.jsonl") as recorder:
+        for _ in range(20):
+            recorder.record(*ended(5))
+        gate.set()
     assert "the disk is too slow" in caplog.text
     left_out = int(re.search(r"(\d+) requests were left out", caplog.text)[1])
     assert left_out >= 16 and recorder.num_recorded + left_out == 20 and recorder._num_queued_tokens == 0
@@ -172,23 +178,17 @@ def test_a_disk_that_is_slower_than_the_requests_costs_a_bounded_memory(tmp_path
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("28")])
 def test_a_disk_that_fails_ends_the_record_and_not_the_server(tmp_path, caplog, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    recorder = Recorder(tmp_path / "r.jsonl")
-    monkeypatch.setattr(module.os, "write", fail)
-    recorder.record(*ended(5))
-    recorder._thread.join(10.0)
-    recorder.record(*ended(5))
-    recorder.close()
+    with recording(tmp_path / "r.jsonl") as recorder:
+        monkeypatch.setattr(module.os, "write", Mock(side_effect=error))
+        recorder.record(*ended(5))
+        recorder._thread.join(10.0)
+        recorder.record(*ended(5))
     assert re.search("recording ends: .*28", caplog.text) and recorder.num_recorded == 0
 
 
 def test_an_engine_that_dies_leaves_its_requests_as_errors(tmp_path):
-    recorder = Recorder(tmp_path / "r.jsonl")
-    request, _ = ended(5)
-    recorder.record(request, None)
-    recorder.close()
+    with recording(tmp_path / "r.jsonl") as recorder:
+        recorder.record(ended(5)[0], None)
     (line,) = lines(tmp_path / "r.jsonl")
     assert (line["ended"], line["output_tokens"]) == ("error", 0)
     assert read_trace(tmp_path / "r.jsonl").requests[0].num_output_tokens == 1

@@ -274,24 +274,13 @@ def test_arguments_that_are_no_object_of_json_are_no_call(arguments):
 CALL = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
 
-MIXED = (
-    CALL + ' Then <tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}} </tool_call>'
-    '\n<tool_call>{"name": "time", "argu}</tool_call> ends.'
-)
-
-
 @pytest.fixture
-def ask(running, monkeypatch, request):
-    """Ask for an answer that is CALL, or the parameter, and a stop token."""
+def ask(running, monkeypatch):
+    """Ask for an answer that is CALL and a stop token."""
+    stops = {"stop_token_ids": [says(running, monkeypatch, CALL)]}
     with running.client() as client:
-        stops = {"stop_token_ids": [says(running, monkeypatch, getattr(request, "param", CALL))]}
-        options = {"model": MODEL, "messages": [user("Hello")], "tools": TOOLS, "extra_body": stops}
-
-        def ask(create=client.chat.completions.create, **more):
-            return create(**options, **more)
-
-        ask.stream = partial(ask, client.chat.completions.stream)
-        yield ask
+        create = client.chat.completions.create
+        yield partial(create, model=MODEL, messages=[user("Hello")], tools=TOOLS, extra_body=stops)
 
 
 def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
@@ -320,19 +309,6 @@ def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_fo
     assert {(call.index, call.id, call.function.name) for call in others} == {(0, None, None)}
     assert json.loads("".join(call.function.arguments for call in (first, *others))) == PARIS
     assert deltas[-1].finish_reason == "tool_calls"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ask", [MIXED], indirect=True, ids=["mixed"])
-def test_text_around_calls_and_what_is_none_is_content_whole_and_streamed(ask):
-    with ask.stream() as stream:
-        joined = stream.get_final_completion()
-    for answer in (ask(), joined):
-        (choice,) = answer.choices
-        assert choice.finish_reason == "tool_calls"
-        assert choice.message.content == 'Well.  Then \n<tool_call>{"name": "time", "argu}</tool_call> ends.'
-        cities = [json.loads(call.function.arguments)["city"] for call in choice.message.tool_calls]
-        assert cities == ["Paris", "</tool_call>"]
 
 
 def test_an_answered_call_goes_back_through_the_template_as_an_object(running):

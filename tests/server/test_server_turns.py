@@ -74,20 +74,6 @@ async def test_each_request_knows_its_client():
 
 
 @bounded
-async def test_a_request_that_is_cancelled_while_it_waits_leaves_its_turn_to_others():
-    app = Recorded()
-    turns = Turns(app, lambda scope: scope.get("client", ""))
-    tasks = [app.request(turns, str(number)) for number in range(COUNT)]
-    await asyncio.sleep(0)
-    for task in tasks[PER_TURN : 2 * PER_TURN]:
-        task.cancel()
-    results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert sum(isinstance(result, asyncio.CancelledError) for result in results) == PER_TURN
-    kept = [*range(PER_TURN), *range(2 * PER_TURN, COUNT)]
-    assert [path for _, path in app.begun] == [str(number) for number in kept]
-
-
-@bounded
 async def test_a_client_that_left_while_it_waited_takes_nobodys_turn():
     app = Recorded()
     turns = Turns(app, lambda scope: "")

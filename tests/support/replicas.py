@@ -76,3 +76,13 @@ def is_alive(process_id):
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def answers(llm, prompts, params, **options):
+    """What each prompt gets of an engine, in a form to compare."""
+    return completions(llm.generate(prompts, params, use_tqdm=False, **options))
+
+
+def assert_as_one_engine(llm, prompts, params, **options):
+    """Check that replicas answer as one engine does."""
+    assert answers(llm, prompts, params, **options) == answers(one_engine(), prompts, params, **options)

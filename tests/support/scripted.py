@@ -1,9 +1,11 @@
 """Answers that a test writes: the sampler's draws are replaced, all else of the engine and the server is as ever."""
 
+import itertools
 from dataclasses import replace
 
 import torch
 
+from tests.support.async_llms import in_engine_steps
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 END = "<|end|>"
@@ -65,3 +67,19 @@ def says(running, monkeypatch, text):
 
     monkeypatch.setattr(runner, "execute", scripted)
     return end_id
+
+
+def fails_after(running, monkeypatch, steps):
+    """Let the steps of a server fail, from the one behind so many on."""
+    left = iter(range(steps))
+
+    def fail(_):
+        if next(left, None) is None:
+            raise RuntimeError("broken")
+
+    in_engine_steps(running.engine, monkeypatch, fail)
+
+
+def without_repeats(kinds):
+    """Kinds of events, each run of equal ones once."""
+    return [kind for kind, _ in itertools.groupby(kinds)]

@@ -159,6 +159,17 @@ def run_in_subprocess(work):
         return thread.submit(asyncio.run, work).result()
 
 
+@contextlib.contextmanager
+def streaming(running, body, count=1, running_at_once=None):
+    """So many requests of clients that read nothing, which run within the block; they leave at its end."""
+    connections = [raw_stream(running, body) for _ in range(count)]
+    comes_true(lambda: running.stats().num_running == (count if running_at_once is None else running_at_once))
+    yield connections
+    for connection in connections:
+        connection.close()
+    comes_true(running.is_idle)
+
+
 def raw_stream(running, body, path="/v1/completions"):
     """Send a request and return the socket, with the answer unread."""
     data = json.dumps({"stream": True} | body).encode()
