@@ -13,8 +13,6 @@ OUT_OF_RANGE = [
     ({"temperature": -0.1}, "temperature is -0.1; it must be a finite number of at least 0"),
     ({"temperature": math.nan}, "temperature is nan; .* at least 0"),
     ({"temperature": math.inf}, "temperature is inf; .* finite"),
-    ({"temperature": -math.inf}, "temperature is -inf"),
-    ({"temperature": 10**400}, "temperature is .* a finite number"),
     ({"temperature": 1e-7}, "temperature is 1e-07; the smallest above 0 is 1e-06. Use 0 for greedy"),
     ({"top_p": 0.0}, r"top_p is 0; it must lie in \(0, 1\].*temperature=0"),
     *(
@@ -28,9 +26,6 @@ OUT_OF_RANGE = [
     ({"max_tokens": 2**63}, f"max_tokens is {2**63}; .* between 1 and {2**63 - 1}"),
     ({"min_tokens": -1}, "min_tokens is -1; it must be at least 0"),
     ({"min_tokens": 9, "max_tokens": 8}, r"min_tokens is 9, above max_tokens \(8\)"),
-    ({"stop_token_ids": [3, -1]}, "stop_token_ids is -1; it must be at least 0"),
-    ({"stop": ""}, "stop holds an empty string"),
-    ({"stop": ["end", ""]}, "stop holds an empty string"),
     *(({"seed": value}, f"seed is {value}; it must be between 0 and {2**64 - 1}") for value in (-1, 2**64)),
     *(({"truncate_prompt_tokens": value}, f"truncate_prompt_tokens is {value}") for value in (0, -1)),
 ]

@@ -14,48 +14,48 @@ from pydantic import BaseModel
 
 from nanovllm.features.grammar.closed_objects import with_closed_objects
 
+
+def of(**properties):
+    """An object of these properties."""
+    return {"type": "object", "properties": properties}
+
+
 NUMBER = {"type": "integer"}
-A, B = {"type": "object", "properties": {"a": NUMBER}}, {"type": "object", "properties": {"b": NUMBER}}
+A, B = of(a=NUMBER), of(b=NUMBER)
+REF = {"$ref": "#/$defs/B"}
 # Each with properties in alphabetical order; documents have theirs so too.
 SCHEMAS = {
-    "one object": {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}},
-    "objects within": {"type": "object", "properties": {"a": B, "b": {"type": "array", "items": A}}},
+    "one object": of(a=NUMBER, b=NUMBER),
+    "objects within": of(a=B, b={"type": "array", "items": A}),
     "an object or null": {"type": ["object", "null"], "properties": {"a": {"anyOf": [B, {"type": "null"}]}}},
     "all of": {"allOf": [A, B]},
-    "all of beside properties": {"allOf": [A], "type": "object", "properties": {"b": B}},
+    "all of beside properties": {"allOf": [A]} | of(b=B),
     "any of, what is required": A | {"anyOf": [{"required": ["a"]}, {"properties": {"b": NUMBER}, "required": ["b"]}]},
     "one of, by a constant": {"oneOf": [
-        {"type": "object", "properties": {"a": {"const": 1}, "b": NUMBER}, "required": ["a"]},
-        {"type": "object", "properties": {"a": {"const": {}}, "z": NUMBER}, "required": ["a"]}]},
-    "a definition": {"$defs": {"B": B}, "type": "object", "properties": {"a": {"$ref": "#/$defs/B"}}},
-    "a definition with a slash in its name": {
-        "$defs": {"B/C": B}, "type": "object", "properties": {"a": {"$ref": "#/$defs/B~1C"}}},
-    "a definition, alone and combined": {
-        "$defs": {"A": A}, "allOf": [{"$ref": "#/$defs/A"}], "type": "object",
-        "properties": {"b": {"$ref": "#/$defs/A"}}},
-    "a definition beside a note and a type": {
-        "$defs": {"B": B}, "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/B", "type": "object", "description": "b"}}},
+        of(a={"const": 1}, b=NUMBER) | {"required": ["a"]}, of(a={"const": {}}, z=NUMBER) | {"required": ["a"]}]},
+    "a definition": {"$defs": {"B": B}} | of(a=REF),
+    "a definition with a slash in its name": {"$defs": {"B/C": B}} | of(a={"$ref": "#/$defs/B~1C"}),
+    "a definition, alone and combined": {"$defs": {"B": A}, "allOf": [REF]} | of(b=REF),
+    "a definition beside a note and a type": {"$defs": {"B": B}} | of(a=REF | {"type": "object", "description": "b"}),
     "a chain of definitions": {
-        "$defs": {"C": {"allOf": [A, {"$ref": "#/$defs/B"}]}, "B": B}, "type": "array", "items": {"$ref": "#/$defs/C"}},
-    "a tree": {"$defs": {"N": {"type": "object", "properties": {"a": {"$ref": "#/$defs/N"}, "b": NUMBER}}},
-               "$ref": "#/$defs/N"},
-    "itself": {"type": "object", "properties": {"a": {"$ref": "#"}, "b": NUMBER}},
-    "a property that is required only": {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]},
-    "a pattern": {"type": "object", "properties": {"a": NUMBER}, "patternProperties": {"^b$": NUMBER}},
+        "$defs": {"C": {"allOf": [A, REF]}, "B": B}, "type": "array", "items": {"$ref": "#/$defs/C"}},
+    "a tree": {"$defs": {"B": of(a=REF, b=NUMBER)}} | REF,
+    "itself": of(a={"$ref": "#"}, b=NUMBER),
+    "a property that is required only": A | {"required": ["a"]},
+    "a pattern": A | {"patternProperties": {"^b$": NUMBER}},
     "a union of a definition, a constant and null": {
-        "$defs": {"B": B}, "anyOf": [{"$ref": "#/$defs/B"}, {"const": 1}, {"type": "null"}]},
+        "$defs": {"B": B}, "anyOf": [REF, {"const": 1}, {"type": "null"}]},
     "a definition or any strings": {
         "$defs": {"B": B},
-        "anyOf": [{"$ref": "#/$defs/B"}, {"type": "object", "additionalProperties": {"type": "null"}}]},
+        "anyOf": [REF, {"type": "object", "additionalProperties": {"type": "null"}}]},
 }  # fmt: skip
 # Schemas that say otherwise, or nothing, of properties: they stay as they are.
 OPEN = [
-    {"type": "object"}, {"type": "object", "properties": {}}, A | {"additionalProperties": True},
+    {"type": "object"}, of(), A | {"additionalProperties": True},
     A | {"additionalProperties": NUMBER}, A | {"additionalProperties": False}, A | {"unevaluatedProperties": True},
     {"allOf": [A, {"additionalProperties": NUMBER}]}, A | {"enum": [{"a": 1, "z": 2}]}, A | {"minProperties": 2},
     {"enum": [1, "a"]}, {"type": "string"}, True, {"$ref": "#elsewhere"}, {"allOf": [A, {"$ref": "other.json"}]},
-    {"type": "object", "properties": {"a": {"$id": "https://example.org/a", **B}}},
+    of(a={"$id": "https://example.org/a", **B}),
 ]  # fmt: skip
 INNER = [
     1,

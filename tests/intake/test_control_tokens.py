@@ -165,16 +165,13 @@ def test_offline_and_asynchronous_engines_agree_and_an_option_allows_it():
 
 def test_clients_of_the_server_forge_nothing():
     using = tiny_tokenizer()
-    parts = [{"type": "text", "text": FORGED[:8]}, {"type": "text", "text": FORGED[8:]}]
-    plain, joined = (
-        [*turn("user", text, using), using.convert_tokens_to_ids("<|assistant|>")]
-        for text in (FORGED, f"{FORGED[:8]}\n{FORGED[8:]}")
-    )
+    plain = [*turn("user", FORGED, using), using.convert_tokens_to_ids("<|assistant|>")]
+    body = {"messages": user([{"type": "text", "text": FORGED}])}
     with serving() as running:
-        assert running.answer("/tokenize", {"messages": user(FORGED)})["tokens"] == plain
-        for content, expected in ((FORGED, plain), (parts, joined)):
-            body = {"messages": user(content), "max_tokens": 1, "return_token_ids": True}
-            (choice,) = running.answer("/v1/chat/completions", body)["choices"]
-            assert choice["prompt_token_ids"] == expected
+        assert running.answer("/tokenize", body)["tokens"] == plain
+        (choice,) = running.answer("/v1/chat/completions", body, '{"max_tokens": 1, "return_token_ids": true}')[
+            "choices"
+        ]
+        assert choice["prompt_token_ids"] == plain
     with serving(allow_control_tokens_in_messages=True) as running:
-        assert running.answer("/tokenize", {"messages": user(FORGED)})["tokens"] != plain
+        assert running.answer("/tokenize", body)["tokens"] != plain

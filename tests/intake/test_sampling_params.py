@@ -52,15 +52,17 @@ def test_any_collection_of_stop_token_ids_becomes_a_tuple_of_ints(token_ids):
 
 
 def test_numbers_of_numpy_and_fractions_become_plain_numbers():
-    params = SamplingParams(
-        temperature=np.float32(0.5), top_k=np.int64(5), top_p=Fraction(1, 2), min_p=np.float16(0.5),
-        max_tokens=np.int32(7), min_tokens=np.uint8(2), seed=np.uint64(MAX_SEED),
-        n=np.int8(2), logprobs=np.int64(3), prompt_logprobs=np.int64(0), truncate_prompt_tokens=np.int16(9),
-    )  # fmt: skip
+    reals = {"temperature": np.float32(0.5), "top_p": Fraction(1, 2), "min_p": np.float16(0.5)}
+    integers = {
+        "top_k": np.int64(5), "max_tokens": np.int32(7), "min_tokens": np.uint8(2), "seed": np.uint64(MAX_SEED),
+        "n": np.int8(2), "logprobs": np.int64(3), "prompt_logprobs": np.int64(0),
+        "truncate_prompt_tokens": np.int16(9),
+    }  # fmt: skip
+    params = SamplingParams(**reals, **integers)
     assert params == SamplingParams(
-        temperature=0.5, top_k=5, top_p=0.5, min_p=0.5, max_tokens=7, min_tokens=2, seed=MAX_SEED,
-        n=2, logprobs=3, prompt_logprobs=0, truncate_prompt_tokens=9,
-    )  # fmt: skip
+        **{name: float(value) for name, value in reals.items()},
+        **{name: int(value) for name, value in integers.items()},
+    )
     for field in fields(params):
         assert type(getattr(params, field.name)) in (float, int, bool, tuple, FrozenDict, type(None)), field.name
 

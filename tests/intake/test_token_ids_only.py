@@ -1,12 +1,10 @@
 """`skip_tokenizer_init`: a folder without a tokenizer is prompted by token ids, offline and served."""
 
 import pytest
-from starlette.testclient import TestClient
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.errors import ModelLoadError
-from nanovllm.serving.server.app import create_app
-from nanovllm.serving.server.settings import ServerSettings
+from tests.support.serving import serving
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "max_model_len": 64, "num_kv_blocks": 20, "block_size": 16}
@@ -48,23 +46,25 @@ def test_text_is_refused_by_name(folder):
             llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
 
 
+def open_front(model, tokenizer, **options):
+    """An engine without the tokenizer that servers of other tests have."""
+    return AsyncLLM(model, skip_tokenizer_init=True, **options)
+
+
 def test_it_is_served_by_token_ids(folder):
-    engine = AsyncLLM(folder, skip_tokenizer_init=True, **OPTIONS)
-    with TestClient(create_app(engine, ServerSettings(), model=folder), base_url="http://localhost") as client:
-
-        def post(path, **body):
-            return client.post(path, json={"max_tokens": 6, "temperature": 0} | body)
-
-        answer = post("/v1/completions", prompt=[5, 6, 7], return_token_ids=True).json()["choices"][0]
-        assert answer["text"] == "" and len(answer["token_ids"]) == 6
-        for path, body in (
-            ("/v1/completions", {"prompt": "text"}),
-            ("/v1/completions", {"prompt": [5], "stop": "x"}),
-            ("/v1/completions", {"prompt": [5], "suffix": "x"}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    with serving(model=folder, front_door=open_front, **OPTIONS) as running:
+        body = {"max_tokens": 6, "temperature": 0}
+        (choice,) = running.answer("/v1/completions", body, '{"prompt": [5, 6, 7], "return_token_ids": true}')[
+            "choices"
+        ]
+        assert choice["text"] == "" and len(choice["token_ids"]) == 6
+        for path, own in (
+            ("/v1/completions", '{"prompt": "text"}'),
+            ("/v1/completions", '{"prompt": [5], "stop": "x"}'),
+            ("/v1/completions", '{"prompt": [5], "suffix": "x"}'),
+            ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "x"}]}'),
         ):
-            refused = post(path, **body)
-            assert refused.status_code == 400 and "tokenizer" in refused.json()["error"]["message"], refused.text
-        assert client.get("/v1/models").status_code == 200 and client.get("/api/tags").status_code == 200
-        shown = client.post("/api/show", json={}).json()
+            assert "tokenizer" in running.error(path, body, own)["message"]
+        assert [running.get(path).status_code for path in ("/v1/models", "/api/tags")] == [200, 200]
+        shown = running.answer("/api/show")
         assert shown["template"] == "" and "insert" not in shown["capabilities"]

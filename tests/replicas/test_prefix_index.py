@@ -1,11 +1,13 @@
 """The router's index of cached prefixes: fed by the block managers' events, it knows exactly what they hold."""
 
 import random
+from collections import Counter
 
 import pytest
 
 from nanovllm.block_manager import digest, root_hash
 from nanovllm.features.kv_events.block_events import BlockEvents, Findable
+from nanovllm.features.policies.walk import make_prompt, walk_at_random
 from nanovllm.features.prompt_hashes import PromptHashes
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.serving.replicas.prefix_index import MAX_EXPECTED, PrefixIndex, encode
@@ -37,40 +39,6 @@ class Followed:
 
 # ------------------------------------------------------------------------------------------------------------ fuzz
 
-STEMS = ([0] * 24, [1, 2, 3, 4, 5, 6, 7, 0] * 3, [1, 2, 3, 4, 5, 6, 7, 1] * 3)
-
-
-def random_prompt(rng, longest):
-    tail = [rng.randrange(8) for _ in range(rng.randint(1, 3))]
-    return [*rng.choice(STEMS)[: rng.randint(0, longest - 3)], *tail]
-
-
-def walk(rng, loop, max_model_len):
-    """One call of a scheduler or its block manager, any that the engine may make next; returns its name."""
-    name = rng.choices(
-        ("add", "launch", "read", "fail", "abort", "reset", "drop", "non-finite"), (25, 40, 30, 3, 4, 1, 1, 1)
-    )[0]
-    if name == "add":
-        salt = rng.choice(("", "", "salt"))
-        loop.add(random_prompt(rng, max_model_len - 1), max_tokens=rng.randint(1, 9), cache_salt=salt)
-    elif name in ("launch", "non-finite") and len(loop.in_flight) < 3:
-        running = [sequence.request_id for sequence in loop.scheduler.running]
-        loop.launch(rng.sample(running, 1) if name == "non-finite" and running else ())
-    elif name == "read" and loop.in_flight:
-        loop.read()
-    elif name == "fail" and loop.in_flight:
-        loop.fail(rng.randrange(len(loop.in_flight)))
-    elif name == "abort" and loop.unfinished:
-        loop.abort(rng.choice(loop.unfinished))
-    elif name == "reset":
-        loop.manager.reset_prefix_cache()
-    elif name == "drop" and not loop.in_flight:
-        loop.scheduler.preempt_all()
-        loop.manager.reset_prefix_cache()
-    else:
-        return "nothing"
-    return name
-
 
 @pytest.mark.costly
 @pytest.mark.parametrize("seed", range(8))
@@ -78,34 +46,27 @@ def test_the_index_is_what_the_block_manager_holds_after_any_calls(seed):
     """Preemption, aborts, failed steps, resets, NaN; batches of events of any number of calls."""
     rng = random.Random(seed)
     block_size, max_model_len = rng.choice((1, 2, 3, 4)), rng.randint(12, 28)
-    scheduler = make_scheduler(
-        block_size=block_size,
-        max_model_len=max_model_len,
+    loop = Loop(make_scheduler(
+        block_size=block_size, max_model_len=max_model_len, max_num_seqs=rng.randint(2, 6),
         num_kv_blocks=2 + -(-max_model_len // block_size) + rng.randint(0, 8),
         max_num_batched_tokens=6 + block_size + rng.randint(0, 12),
-        max_num_seqs=rng.randint(2, 6),
-    )
-    loop, done = Loop(scheduler), set()
-    followed = Followed(loop.manager)
-    num_compared = num_found = num_stale = 0
-    for _ in range(500):
-        done.add(walk(rng, loop, max_model_len))
-        if rng.random() < 0.3:
-            continue  # the next batch is of several calls
+    ))  # fmt: skip
+    followed, seen = Followed(loop.manager), Counter()
+
+    def compare():
         assert followed.is_exact()
-        prompt, salt = random_prompt(rng, max_model_len - 1), rng.choice(("", "salt"))
-        hashes = PromptHashes(prompt, block_size, cache_salt=salt)
+        prompt = make_prompt(rng.randrange(3), rng.randint(0, max_model_len - 3), [rng.randrange(8)])
+        salt = rng.choice(("", "salt"))
+        num_hits = followed.index.num_hits(PromptHashes(prompt, block_size, cache_salt=salt))
         found = len(loop.manager.lookup(make_sequence(prompt, cache_salt=salt)))
         # Where a reset or a failed step cut a chain and its head was computed anew, its tail is held and not hit.
-        assert followed.index.num_hits(hashes) >= found
-        num_stale += followed.index.num_hits(hashes) > found
-        num_compared += 1
-        num_found += found > 0
-    loop.drain()
+        assert num_hits >= found
+        seen.update(compared=1, found=found > 0, stale=num_hits > found)
+
+    walk_at_random(loop, rng, 1000, more={compare: 100})
     assert followed.is_exact()
-    assert {"add", "launch", "read", "fail", "abort", "reset"} <= done
     assert loop.scheduler.stats.num_preemptions and loop.manager.num_evictions
-    assert num_found > num_compared // 20 and num_stale <= num_compared // 50
+    assert seen["found"] > seen["compared"] // 20 and seen["stale"] <= seen["compared"] // 50
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -113,9 +74,7 @@ def test_every_event_says_whose_child_the_block_is(seed):
     rng = random.Random(seed)
     loop = Loop(make_scheduler(max_model_len=28, num_kv_blocks=20, max_num_seqs=4))
     followed = Followed(loop.manager)
-    for _ in range(500):
-        walk(rng, loop, 28)
-    followed.flush()
+    walk_at_random(loop, rng, 1000, more={followed.flush: 20})
     findable = [event for event in followed.seen if isinstance(event, Findable)]
     assert {event.cache_salt for event in findable if event.parent_hash is None} == {"", "salt"}
     assert {event.cache_salt for event in findable if event.parent_hash is not None} == {""}

@@ -210,28 +210,21 @@ def run_stream(llm, steps):
     assert not llm._engine.requests
 
 
-def run_resume(llm, steps):
-    if llm.config.data_parallel_size == 1:  # replicas refuse it
-        (cut,) = generate(llm, PROMPTS[0], replace(LONG, max_tokens=12))
-        *_, last = llm.resume(cut, replace(LONG, max_tokens=18))
-        assert completions([last]) == answers(one(), PROMPTS[0], LONG)
-
-
-def run_beam_search(llm, steps):
-    if llm.config.data_parallel_size == 1:  # replicas refuse it
-        params = BeamSearchParams(beam_width=2, max_tokens=6)
-        own, found = (each.beam_search(PROMPTS, params) for each in (one(), llm))
-        assert [[s.tokens for s in o.sequences] for o in found] == [[s.tokens for s in o.sequences] for o in own]
-
-
-def run_fork(llm, steps):
-    if llm.config.data_parallel_size == 1:  # replicas refuse it
-        (whole,) = generate(one(), PROMPTS[0], LONG)
-        stream = llm.stream(PROMPTS[0], LONG)
-        output = next(output for output in stream if len(output.outputs[0].token_ids) >= 9)
-        *_, last = llm.fork(output.request_id, len(PROMPTS[0]) + 5, replace(LONG, max_tokens=20))
-        assert last.outputs[0].token_ids == whole.outputs[0].token_ids[5:25]
-        stream.close()
+def run_resume_and_fork(llm, steps):
+    if llm.config.data_parallel_size > 1:
+        return  # replicas refuse these
+    (cut,) = generate(llm, PROMPTS[0], replace(LONG, max_tokens=12))
+    *_, last = llm.resume(cut, replace(LONG, max_tokens=18))
+    (whole,) = generate(one(), PROMPTS[0], LONG)
+    assert completions([last]) == completions([whole])
+    stream = llm.stream(PROMPTS[0], LONG)
+    output = next(output for output in stream if len(output.outputs[0].token_ids) >= 9)
+    *_, last = llm.fork(output.request_id, len(PROMPTS[0]) + 5, replace(LONG, max_tokens=20))
+    assert last.outputs[0].token_ids == whole.outputs[0].token_ids[5:25]
+    stream.close()
+    params = BeamSearchParams(beam_width=2, max_tokens=6)
+    own, found = ([[s.tokens for s in o.sequences] for o in each.beam_search(PROMPTS, params)] for each in (one(), llm))
+    assert own == found
 
 
 def run_priority(llm, steps):
@@ -322,9 +315,7 @@ SYNCHRONOUS = {
         "continue_final_message",
     },
     run_stream: {"stream", "record_itl"},
-    run_resume: {"resume"},
-    run_beam_search: {"beam_search", "params"},
-    run_fork: {"fork", "at"},
+    run_resume_and_fork: {"resume", "beam_search", "params", "fork", "at"},
     run_priority: {"priority"},
     run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},

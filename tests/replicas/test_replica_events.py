@@ -1,6 +1,7 @@
 """KV events of replicas: each publishes its own, on a port of its own."""
 
 import socket
+from contextlib import contextmanager
 
 import msgspec
 import pytest
@@ -27,18 +28,31 @@ def two_free_ports():
             return port
 
 
+@contextmanager
+def subscribed(*addresses):
+    """A subscriber to all that these publish."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.subscribe(b"")
+        subscriber.linger = 0
+        for address in addresses:
+            subscriber.connect(address)
+        yield subscriber
+
+
+def fill(llm, seed):
+    prompts = random_prompts(2, low=40, high=40, seed=seed)
+    llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+
+
 def test_each_replica_publishes_under_its_rank_on_the_next_port():
     port, ranks = two_free_ports(), set()
     options = REPLICAS | {"kv_events": f"tcp://*:{port}", "routing": "round-robin"}
-    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, LLM(tiny_folder(), **options) as llm:
-        subscriber.subscribe(b"")
-        subscriber.linger = 0
-        for number in range(2):
-            subscriber.connect(f"tcp://127.0.0.1:{port + number}")
+    addresses = (f"tcp://127.0.0.1:{port + number}" for number in range(2))
+    with LLM(tiny_folder(), **options) as llm, subscribed(*addresses) as subscriber:
 
         def heard_both():
             seed = len(ranks) + subscriber.poll(0)
-            llm.generate(random_prompts(2, seed=seed), SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+            fill(llm, seed)
             llm.reset_prefix_cache()
             while subscriber.poll(50):
                 ranks.add(msgspec.msgpack.decode(subscriber.recv_multipart()[2])[2])
@@ -52,10 +66,7 @@ def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
     options = REPLICAS | {"kv_events": f"ipc://{tmp_path}/events"}
     held = set()
     numbers = []
-    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, LLM(tiny_folder(), **options) as llm:
-        subscriber.subscribe(b"")
-        subscriber.linger = 0
-        subscriber.connect(f"ipc://{tmp_path}/events_dp1")
+    with LLM(tiny_folder(), **options) as llm, subscribed(f"ipc://{tmp_path}/events_dp1") as subscriber:
 
         def listen(milliseconds=300):
             while subscriber.poll(milliseconds):
@@ -67,16 +78,12 @@ def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
                     else:
                         held.difference_update(event.get("block_hashes", set(held)))
 
-        def fill(seed):
-            prompts = random_prompts(2, low=40, high=40, seed=seed)
-            llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-
         def known():
             return {as_number(block_hash) for block_hash in llm._engine.replicas[1].prefixes.held}
 
         while not held:  # a late subscription misses some: cached blocks are not reported again
             llm.reset_prefix_cache()
-            fill(len(numbers))
+            fill(llm, len(numbers))
             listen()
         assert known() <= held
         before = max(numbers)
@@ -84,6 +91,6 @@ def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
         wait_until(lambda: llm.replicas()[1].num_restarts == 1 and llm.replicas()[1].state == "up")
         listen()
         assert held == set() and numbers[-1] == 0 <= before
-        fill(100)
+        fill(llm, 100)
         listen()
         assert held == known() and len(held) >= 2

@@ -15,7 +15,7 @@ import pytest
 from nanovllm import OutputKind, SamplingParams
 from tests.support.prometheus import figures
 from tests.support.replicas import REPLICAS, is_alive, one_engine, tiny_folder
-from tests.support.serving import comes_true, raw_stream, serving
+from tests.support.serving import comes_true, raw_stream, serving, streaming
 from tests.support.tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
@@ -129,15 +129,13 @@ def test_an_abort_ends_a_stream_with_what_it_has(running):
 
 
 def test_the_live_view_shows_the_requests_of_all_replicas(running):
-    streams = [raw_stream(running, {"prompt": [n, 4], "max_tokens": 480, "ignore_eos": True}) for n in range(4)]
-    with running.http() as http, http.stream("GET", "/ui/events") as events:
+    body = {"prompt": [3, 4], "max_tokens": 480, "ignore_eos": True}
+    with streaming(running, body, 4), running.http() as http, http.stream("GET", "/ui/events") as events:
         for line in events.iter_lines():
             data = json.loads(line[6:]) if line.startswith("data: ") else {}
             if data.get("running") == 4 and len(data["requests"]) == 4 and data["steps"]:
                 break
         assert data["pool"]["total"][2] >= 0 and sum(data["pool"]["total"]) == 2 * 128
-    for stream in streams:
-        stream.close()
 
 
 def test_health_tells_index_state_and_restarts_of_each_replica(running):

@@ -7,7 +7,6 @@ import pytest
 
 from nanovllm.serving.server import body_limits
 from nanovllm.serving.server.errors import ApiError
-from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
 from tests.support.serving import function_tool, served, serving, user
 from tests.support.tiny_models import tiny_model
@@ -144,9 +143,3 @@ def test_large_bodies_are_parsed_in_a_thread_to_the_same_answers(running, monkey
     assert [error["param"] for error in errors][:4] == ["n", "prompt", "tempreature", "suffix"]
     assert "did you mean temperature?" in errors[2]["message"] and errors[5]["code"] == "invalid_json"
     assert ("nanovllm-prepare" in threads) == bool(num_spaces)
-
-
-@pytest.mark.parametrize("name", ["max_body_items", "max_messages", "max_tools", "max_word_chars"])
-def test_limits_of_bodies_must_be_above_zero(name):
-    with pytest.raises(ValueError, match=f"{name} is 0"):
-        ServerSettings(**{name: 0})

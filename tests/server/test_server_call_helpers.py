@@ -6,8 +6,8 @@ import openai
 import pytest
 from anthropic import beta_tool
 
-from tests.support.scripted import TOOL_TEMPLATE, ending_model, prompt_of, says, thinking_tokenizer
-from tests.support.serving import MODEL, served, serving, user
+from tests.support.scripted import TOOL_TEMPLATE, prompt_of, says
+from tests.support.serving import MODEL, served, thinking_server, user
 
 CALL = '<tool_call>{"name": "read", "arguments": {"path": "a.txt"}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}, "additionalProperties": False}
@@ -15,9 +15,7 @@ FUNCTION = {"name": "read", "parameters": SCHEMA | {"required": ["path"]}, "stri
 ASK = [user("Hello")]
 
 
-running = served(
-    lambda: serving({"tool_format": "hermes"}, tokenizer=thinking_tokenizer(TOOL_TEMPLATE), model=ending_model())
-)
+running = served(lambda: thinking_server(TOOL_TEMPLATE))
 
 
 @beta_tool

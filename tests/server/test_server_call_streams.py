@@ -2,8 +2,8 @@
 
 import json
 
-from tests.support.scripted import TOOL_TEMPLATE, ending_model, says, thinking_tokenizer
-from tests.support.serving import MODEL, function_tool, served, serving, user
+from tests.support.scripted import TOOL_TEMPLATE, says
+from tests.support.serving import MODEL, function_tool, served, thinking_server, user
 
 ARGUMENTS = {"path": "/x", "content": 'one "two" three'}
 CALLS = (
@@ -19,9 +19,7 @@ MESSAGES = [user("Hello")]
 EXPECTED = [("write", ARGUMENTS), ("now", {})]
 
 
-running = served(
-    lambda: serving({"tool_format": "hermes"}, tokenizer=thinking_tokenizer(TOOL_TEMPLATE), model=ending_model())
-)
+running = served(lambda: thinking_server(TOOL_TEMPLATE))
 
 
 def events(running, path, body):

@@ -1,6 +1,7 @@
 """`nanovllm serve`: its options, from flags, the environment and a file."""
 
 import dataclasses
+import logging
 
 import pytest
 
@@ -136,3 +137,14 @@ def test_spans_need_packages_of_their_own_which_are_asked_for_before_a_model_is_
         capsys, "--otlp-traces-endpoint", "http://localhost:4318/v1/traces"
     )
     assert not served
+
+
+def test_the_level_of_the_log_is_an_option(served, monkeypatch):
+    levels = []
+    monkeypatch.setattr(
+        "nanovllm.serving.server.app.serve", lambda *_: levels.append(logging.getLogger("nanovllm").level) or 0
+    )
+    assert main(words("serve --log-level warning")) == main(["serve"]) == 0
+    assert levels == [logging.WARNING, logging.INFO]
+    with pytest.raises(ValueError, match="log_level is 'loud'"):
+        ServerSettings(log_level="loud")

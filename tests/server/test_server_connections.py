@@ -422,7 +422,18 @@ def test_the_limit_of_open_files_is_raised_as_far_as_may_be(monkeypatch, caplog,
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    "name", ["max_connections", "max_header_bytes", "max_headers", "header_timeout", "body_timeout"]
+    "name",
+    [
+        "max_connections",
+        "max_header_bytes",
+        "max_headers",
+        "header_timeout",
+        "body_timeout",
+        "max_body_items",
+        "max_messages",
+        "max_tools",
+        "max_word_chars",
+    ],
 )
 def test_limits_must_be_above_zero(name):
     with pytest.raises(ValueError, match=f"{name} is 0"):

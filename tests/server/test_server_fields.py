@@ -51,11 +51,6 @@ def test_what_cannot_change_an_answer_is_taken_and_changes_none(running):
         assert text == (plain.choices[0].message.content or "")
 
 
-def test_what_could_change_an_answer_is_refused_by_name_still(running):
-    for field, value in {"moderation": {}, "top_logprobs": 1, "tier": "x"}.items():
-        running.refuses("/v1/chat/completions", field, "", {"messages": MESSAGES, field: value})
-
-
 @pytest.mark.parametrize("padding", [0, 40_000])  # a large body is read in another thread
 def test_unknown_fields_are_left_out_and_logged_once_where_the_server_is_told_to(caplog, padding):
     settings = {"unknown_fields": "warn", "max_prompt_chars": 100_000}

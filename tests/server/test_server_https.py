@@ -1,6 +1,5 @@
 """HTTPS, the path below a proxy, and the level of the log."""
 
-import logging
 import shutil
 import ssl
 import subprocess
@@ -8,10 +7,8 @@ import subprocess
 import httpx
 import pytest
 
-from nanovllm.cli.main import main
 from nanovllm.serving.server.preparing import prepared
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.command_line import words
 from tests.support.serving import serving
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl here")
@@ -79,20 +76,3 @@ def test_a_path_below_a_proxy_may_be_removed_or_not():
 def test_other_paths_are_refused(path):
     with pytest.raises(ValueError, match="root_path"):
         ServerSettings(root_path=path)
-
-
-def test_the_level_of_the_log_is_an_option(monkeypatch, tmp_path):
-    levels = []
-    monkeypatch.setattr(
-        "nanovllm.serving.server.app.serve", lambda *arguments: levels.append(logging.getLogger("nanovllm").level) or 0
-    )
-    monkeypatch.setattr("nanovllm.serving.server.preparing.bind", lambda host, port: [])
-    before = logging.getLogger().level, logging.getLogger("nanovllm").level
-    try:
-        assert main(words("serve --log-level warning")) == main(["serve"]) == 0
-    finally:
-        logging.getLogger().setLevel(before[0])
-        logging.getLogger("nanovllm").setLevel(before[1])
-    assert levels == [logging.WARNING, logging.INFO]
-    with pytest.raises(ValueError, match="log_level is 'loud'"):
-        ServerSettings(log_level="loud")

@@ -1,7 +1,6 @@
 """/v1/messages: Anthropic's own client against a live server, whole and streamed."""
 
 import json
-import re
 from functools import partial
 
 import anthropic
@@ -13,14 +12,12 @@ from nanovllm.serving.server.anthropic.protocol import MessagesRequest
 from nanovllm.serving.server.anthropic.translation import as_chat
 from tests.support.scripted import (
     END,
-    ending_model,
     fails_after,
     prompt_of,
     says,
-    thinking_tokenizer,
     without_repeats,
 )
-from tests.support.serving import MODEL, served, serving, user
+from tests.support.serving import MODEL, served, serving, thinking_server, user
 from tests.support.tiny_models import tiny_tokenizer
 
 ASK = [user("Hello")]
@@ -32,7 +29,7 @@ ANSWER = f"Two and two</think>Let me see.{CALL}"
 EVENTS = TypeAdapter(RawMessageStreamEvent)
 
 
-running = served(lambda: serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()))
+running = served(thinking_server)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +72,8 @@ def test_a_stream_has_the_events_of_the_whole_answer(running, monkeypatch, creat
     blocks = ["content_block_start", "content_block_delta", "content_block_stop"]
     assert without_repeats(kinds) == ["message_start", *blocks, *blocks, *blocks, "message_delta", "message_stop"]
     starts = [event for event in events if event.type == "content_block_start"]
-    assert [(event.index, event.content_block.type) for event in starts] == [
-        (0, "thinking"), (1, "text"), (2, "tool_use"),
-    ]  # fmt: skip
+    assert [event.index for event in starts] == [0, 1, 2]
+    assert [event.content_block.type for event in starts] == ["thinking", "text", "tool_use"]
     with stream_of(max_tokens=200, tools=TOOLS) as stream:
         joined = stream.get_final_message()
     whole = create(max_tokens=200, tools=TOOLS)
@@ -151,25 +147,6 @@ def test_a_system_message_within_a_conversation_stays_at_its_place(running, monk
     body = {"model": MODEL, "max_tokens": 9, "messages": given, "thinking": {"type": "disabled"}}
     assert running.post("/v1/messages", body).status_code == 200
     assert prompts[0].startswith(f"<|user|>Hello{END}<|system|>In git.{END}<|assistant|>Yes?{END}<|user|>Now{END}")
-
-
-@pytest.mark.parametrize("template, roles", [
-    ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ["user", "system", "assistant", "system"]),
-    ("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
-     "{{ m.role }}: {{ m.content }}\n{% endfor %}", ["user", "assistant", "user"]),
-    ("{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
-     ["user", "assistant", "user"]),
-], ids=["shows", "refuses", "drops"])  # fmt: skip
-def test_a_template_without_late_system_messages_gets_their_text_from_the_user(
-    running, monkeypatch, template, roles, create
-):
-    monkeypatch.setattr(running.engine.tokenizer, "chat_template", template)
-    prompts = prompt_of(running, monkeypatch)
-    late = {"role": "system", "content": "In git."}
-    given = [user("Hello"), late, {"role": "assistant", "content": "Yes?"}, late]
-    create(max_tokens=1, messages=given)
-    assert re.findall("^(?:user|assistant|system)(?=:)", prompts[0], re.MULTILINE) == roles
-    assert prompts[0].count("In git.") == 2
 
 
 def test_an_answer_that_is_begun_goes_on(running, monkeypatch, create):

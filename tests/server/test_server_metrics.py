@@ -111,9 +111,13 @@ def test_an_answer_that_is_not_streamed_counts_too_when_its_client_leaves():
     with serving(max_model_len=2048) as running, slow_steps(running.engine):
         body = {"prompt": [3, 4], "max_tokens": 2000, "ignore_eos": True, "stream": False}
         leave(running, body, lambda: running.stats().num_output_tokens > 3)
-        found = figures(running)
+        comes_true(lambda: "key_requests_total{finished_reason=abort,key=none}" in figures(running))
+        found, num_tokens = figures(running), running.stats().num_output_tokens
         assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 1
-        assert found["inter_token_latency_seconds_count"] == running.stats().num_output_tokens - 1
+        assert found["inter_token_latency_seconds_count"] == num_tokens - 1
+        assert found["key_tokens_total{key=none,kind=prompt}"] == 2
+        assert found["key_tokens_total{key=none,kind=generation}"] == num_tokens
+        assert not running.app.state.server.in_flight._facts
 
 
 def test_gaps_are_counted_as_prometheus_counts_them():

@@ -16,8 +16,8 @@ from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from nanovllm.serving.server.openai.translated import translated
 from tests.support.answer_cuts import cuts, read
-from tests.support.scripted import THINKING_TEMPLATE, ending_model, says, thinking_tokenizer
-from tests.support.serving import MODEL, function_tool, served, serving, user
+from tests.support.scripted import THINKING_TEMPLATE, says, thinking_tokenizer
+from tests.support.serving import MODEL, function_tool, served, serving, thinking_server, user
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 ASK = [user("Hello")]
@@ -108,7 +108,7 @@ def test_the_format_is_found_in_the_chat_template(template, name):
     assert (None if form is None else form.name) == name
 
 
-running = served(lambda: serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()))
+running = served(thinking_server)
 
 
 def test_a_whole_answer_has_its_thought_apart(running, monkeypatch, chat):

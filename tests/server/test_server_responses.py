@@ -10,14 +10,12 @@ from pydantic import TypeAdapter
 from nanovllm import SamplingParams
 from tests.support.scripted import (
     END,
-    ending_model,
     fails_after,
     prompt_of,
     says,
-    thinking_tokenizer,
     without_repeats,
 )
-from tests.support.serving import MODEL, served, serving, user
+from tests.support.serving import MODEL, served, thinking_server, user
 
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -26,7 +24,7 @@ EVENTS = TypeAdapter(ResponseStreamEvent)
 SEALED = ["reasoning.encrypted_content"]
 
 
-running = served(lambda: serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer()))
+running = served(thinking_server)
 
 
 @pytest.fixture(scope="module")

@@ -290,15 +290,6 @@ def test_all_that_the_chat_template_is_given_counts_for_the_longest_prompt(runni
         assert str(32 * 512) in error["message"]
 
 
-def test_arguments_of_a_call_that_are_nested_too_deeply_stay_text():
-    """As other malformed ones of earlier answers: they block no conversation."""
-    with serving({"log_prompts": True}, tokenizer=tiny_tokenizer()) as running:
-        for arguments in (json.dumps(nested(100)), "[" * 100):
-            call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
-            messages = [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]
-            assert running.answer("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
-
-
 def nested(depth):
     value = 1
     for number in range(depth):

@@ -21,6 +21,7 @@ from nanovllm.serving.server.lifecycle import DrainingServer
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS
 from tests.support.llms import comes_true
+from tests.support.scripted import THINKING_TEMPLATE, ending_model, thinking_tokenizer
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 MODEL = "tiny"
@@ -140,6 +141,11 @@ def serving(
         yield running
     finally:
         running.stop()  # closes the engine too
+
+
+def thinking_server(template=THINKING_TEMPLATE):
+    """A server whose template knows tools and thought, and whose answers end."""
+    return serving({"tool_format": "hermes"}, model=ending_model(), tokenizer=thinking_tokenizer(template))
 
 
 def served(open_server):
