@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm import OutputKind, SamplingParams
+from nanovllm import SamplingParams
 from tests.support.prometheus import figures
 from tests.support.replicas import REPLICAS, is_alive, one_engine, tiny_folder
-from tests.support.serving import comes_true, raw_stream, serving, streaming
+from tests.support.serving import comes_true, serving, streaming
 from tests.support.tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
@@ -76,12 +76,6 @@ def test_a_stream_goes_on_though_its_replica_is_killed_and_health_and_metrics_te
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
 
 
-def test_a_client_that_leaves_frees_its_request(running):
-    raw_stream(running, {"prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}).close()
-    comes_true(lambda: not running.engine._engine_thread._engine.requests)
-    comes_true(running.is_idle)
-
-
 def test_calls_between_requests_are_answered_at_once(running):
     """The thread that watches idle replicas wakes up for them."""
     comes_true(running.is_idle)
@@ -95,20 +89,6 @@ def test_calls_between_requests_are_answered_at_once(running):
         return clock() - begin
 
     assert asyncio.run(stats()) < 1.0
-
-
-def test_async_streams_of_every_kind(running):
-    prompt = random_prompts(1, seed=33)[0]
-    whole = expected(prompt)
-
-    async def read(kind):
-        return [output async for output in running.engine.generate(prompt, PARAMS, output_kind=kind)]
-
-    cumulative, deltas, final = (asyncio.run(read(kind)) for kind in OutputKind)
-    assert (cumulative[-1].outputs[0].token_ids, cumulative[-1].outputs[0].text) == (whole.token_ids, whole.text)
-    assert [t for delta in deltas for t in delta.outputs[0].token_ids] == whole.token_ids
-    assert len(final) == 1 and final[0].outputs[0].text == whole.text
-    assert final[0].prompt_token_ids == prompt
 
 
 def test_an_abort_ends_a_stream_with_what_it_has(running):

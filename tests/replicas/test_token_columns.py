@@ -1,5 +1,6 @@
 """Tokens sent in columns: a reader gets the outputs that whole messages would bring, times and counts included."""
 
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -35,10 +36,9 @@ class Streams:
         self.requests = {}
         self.fronts = []
         for number, own in enumerate(params):
-            options = {"arrival_time": 0.25, "bad_words": ()}
-            asked = NewRequest(str(number), [5, 6], own, output_kind=OutputKind.DELTA, **options)
+            shown = NewRequest(str(number), [5, 6], own, output_kind=kind, arrival_time=0.25, bad_words=())
+            asked = replace(shown, output_kind=OutputKind.DELTA)
             self.requests[str(number)] = Request(asked, processor, number=number, arrivals=arrivals)
-            shown = NewRequest(str(number), [5, 6], own, output_kind=kind, **options)
             self.fronts.append((PoolRequest(shown), PoolRequest(shown)))
         self.sender, self.num_columns, self.num_whole = TokenSender(), 0, 0
         self.placements = {str(number): number for number in range(len(params))}

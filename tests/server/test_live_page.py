@@ -72,7 +72,7 @@ def test_one_asks_and_sees_the_answer_come_and_the_engine_at_work(running, page,
     matches(page, ".message .facts", facts)
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     shows(page, "#requests", "none")
-    tile_shows(page, "TTFT", r"[\d.]+\s*m?s\s+p50")
+    tile_shows(page, "TTFT", r"[\d.]+\s*m?s\s*p50")
     tile_shows(page, "ITL", "p95")
     records = page.evaluate("() => stepHistory.live.steps.reduce((sum, step) => sum + step.decode, 0)")
     assert records >= 399

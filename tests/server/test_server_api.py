@@ -144,15 +144,6 @@ def test_a_prompt_that_ends_before_the_first_one_is_the_second_in_the_answer():
     assert [len(choice["prompt_token_ids"]) for choice in choices] == [200, 1]
 
 
-def test_a_prompt_that_came_before_is_counted_as_cached(complete):
-    prompt = list(range(100, 148))
-    for cached in (0, 32):  # the last token is always computed, and blocks are of 16
-        answer = complete(prompt=prompt, temperature=0, max_tokens=2)
-        assert answer.usage.prompt_tokens_details.cached_tokens == cached
-    salted = complete(prompt=prompt, temperature=0, max_tokens=2, extra_body={"cache_salt": "mine"})
-    assert salted.usage.prompt_tokens_details.cached_tokens == 0
-
-
 def test_log_probabilities_of_a_conversation(chat):
     answer = chat(seed=3, max_tokens=8, logprobs=True, top_logprobs=3)
     wanted = expected(chat_prompt(HELLO), seed=3, max_tokens=8, logprobs=3).outputs[0]

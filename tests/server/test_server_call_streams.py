@@ -32,11 +32,14 @@ def events(running, path, body):
 
 def test_chat_completions_stream_arguments_that_join_to_the_whole_answers(running, monkeypatch):
     says(running, monkeypatch, CALLS)
-    calls = {}
+    calls, content = {}, ""
     num_parts = 0
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
     for event in events(running, "/v1/chat/completions", body):
-        for part in event["choices"][0]["delta"].get("tool_calls", ()):
+        (choice,) = event["choices"]
+        content += choice["delta"].get("content") or ""
+        for part in choice["delta"].get("tool_calls", ()):
+            assert ("id" in part) == ("name" in part["function"]) == (part["index"] not in calls)
             call = calls.setdefault(part["index"], {"name": part["function"].get("name"), "arguments": ""})
             call["arguments"] += part["function"]["arguments"]
             num_parts += 1
@@ -45,14 +48,12 @@ def test_chat_completions_stream_arguments_that_join_to_the_whole_answers(runnin
     functions = [call["function"] for call in whole["message"]["tool_calls"]]
     assert functions == list(calls.values())
     assert [(own["name"], json.loads(own["arguments"])) for own in functions] == EXPECTED
-    assert whole["message"]["content"] == "So."
-
-
-def test_ollama_streams_whole_calls(running, monkeypatch):
-    says(running, monkeypatch, CALLS)
-    body = {"messages": MESSAGES, "tools": TOOLS, "options": {"num_predict": 200}}
-    calls = [call for line in events(running, "/api/chat", body) for call in line["message"].get("tool_calls", ())]
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == EXPECTED
+    assert content == whole["message"]["content"] == "So."
+    assert choice["finish_reason"] == whole["finish_reason"] == "tool_calls"
+    (text,) = running.answer("/v1/chat/completions", body, {"tool_choice": "none"})["choices"]
+    assert (text["finish_reason"], text["message"]["content"]) == ("stop", CALLS) and "tool_calls" not in text[
+        "message"
+    ]
 
 
 def test_a_call_that_is_cut_off_is_text_whole_and_stays_incomplete_in_a_stream(running, monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import jsonschema
@@ -15,7 +14,7 @@ from nanovllm.serving.server.answers.tool_calls import FORMATS, ToolStream, dete
 from nanovllm.serving.server.anthropic.messages import EventWriter
 from nanovllm.serving.server.openai.responses_items import Items
 from tests.support.answer_cuts import cuts, loaded, read
-from tests.support.scripted import TOOL_TEMPLATE, says
+from tests.support.scripted import TOOL_TEMPLATE
 from tests.support.serving import MODEL, function_tool, served, thinking_server, user
 from tests.support.tiny_models import CHAT_TEMPLATE
 
@@ -264,18 +263,6 @@ def test_arguments_that_are_no_object_of_json_are_no_call(arguments):
         assert answer("hermes", [text]) == (text, [])
 
 
-CALL = 'Well. <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
-
-
-@pytest.fixture
-def ask(running, monkeypatch):
-    """Ask for an answer that is CALL and a stop token."""
-    stops = {"stop_token_ids": [says(running, monkeypatch, CALL)]}
-    with running.client() as client:
-        create = client.chat.completions.create
-        yield partial(create, model=MODEL, messages=[user("Hello")], tools=TOOLS, extra_body=stops)
-
-
 def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypatch):
     found = [{"arguments": "\ud800"}]
     monkeypatch.setattr("nanovllm.serving.server.answers.answer_format.ToolStream.add", lambda *_, **__: found)
@@ -283,22 +270,3 @@ def test_half_of_a_surrogate_pair_in_a_call_reaches_the_client(running, monkeypa
     answer = running.post("/v1/chat/completions", body)
     assert answer.headers["content-type"] == "application/json"
     assert answer.json()["choices"][0]["message"]["tool_calls"][0]["arguments"] == "\ud800"
-
-
-def test_a_call_in_the_answer_is_returned_as_one(ask):
-    (choice,) = ask().choices
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
-    (call,) = choice.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", PARIS)
-    text = ask(tool_choice="none").choices[0]
-    assert (text.finish_reason, text.message.content, text.message.tool_calls) == ("stop", CALL, None)
-
-
-def test_a_call_in_a_stream_comes_behind_the_content_and_shows_nothing_of_its_form(ask):
-    deltas = [chunk.choices[0] for chunk in ask(stream=True)]
-    assert "".join(choice.delta.content or "" for choice in deltas) == "Well."
-    first, *others = (call for choice in deltas for call in choice.delta.tool_calls or ())
-    assert (first.index, first.function.name, first.id[:5]) == (0, "weather", "call_")
-    assert {(call.index, call.id, call.function.name) for call in others} == {(0, None, None)}
-    assert json.loads("".join(call.function.arguments for call in (first, *others))) == PARIS
-    assert deltas[-1].finish_reason == "tool_calls"
