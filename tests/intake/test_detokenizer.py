@@ -154,11 +154,6 @@ def test_a_tokenizer_that_decodes_in_its_own_way_has_no_texts_of_single_tokens()
     assert plain_backend(own) is None and pieces([5, 6], own) == ["x", "x"]
 
 
-def test_what_is_unfinished_at_the_end_is_shown_as_it_is():
-    half = bytes_as_tokens("a😀")[:3]
-    assert pieces_and_rest(half, tokenizer()) == ["a", "", "", "\ufffd"]
-
-
 class Segments:
     """A byte-level tokenizer whose tokens are any strings of bytes."""
 

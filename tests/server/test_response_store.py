@@ -72,13 +72,5 @@ def test_the_oldest_are_dropped_beyond_a_number_or_bytes():
             store.find(name, "")
 
 
-def test_nothing_is_kept_by_default():
-    store = ResponseStore(0, 100)
-    store.keep("a", conversation())
-    assert len(store) == 0
-    with pytest.raises(ApiError, match="nothing is stored"):
-        store.find("a", "")
-
-
 def test_sizes_count_texts_and_messages():
     assert size_of([user("x" * 1000)]) > 1500

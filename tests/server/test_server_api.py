@@ -268,14 +268,6 @@ def test_a_timeout_ends_an_answer_with_what_there_is():
     assert finish_reasons(CompletionOutput(0, "x", [1], "timeout", None)) == ("length", "timeout")
 
 
-def test_messages_may_have_parts_and_the_developer_is_the_system(chat):
-    parts = user([{"type": "text", "text": "One"}, {"type": "text", "text": "two"}])
-    given = [{"role": "developer", "content": "Be short."}, parts, {"role": "assistant", "content": "Three"}, *HELLO]
-    plain = [{"role": "system", "content": "Be short."}, user("One\ntwo"), *given[2:]]
-    answer = chat(messages=given, temperature=0, max_tokens=3, extra_body=IDS)
-    assert answer.choices[0].prompt_token_ids == chat_prompt(plain)
-
-
 # ---------------------------------------------------------------------------------------------------- small endpoints
 
 

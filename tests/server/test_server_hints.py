@@ -19,7 +19,6 @@ from tests.support.serving import MODEL, served, serving, user
 from tests.support.structured import model
 
 ASK = [user("Hello")]
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 USED = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 VALUES = [True, "x", [1], {"type": "x"}]
 # Bodies with each place of a table, in JSON; NEW stands for the fields that it has.

@@ -170,15 +170,6 @@ def test_what_an_answer_has_beside_its_text_is_taken_back(running, monkeypatch):
         assert "I will not." in shown and "Nor that." in shown
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-@pytest.mark.parametrize("read", ["reasoning", "reasoning_content", "thinking"])
-def test_thought_reaches_the_template_by_the_name_that_it_reads(running, monkeypatch, name, read):
-    template = "{% for m in messages %}{{ m.content }}{{ m." + read + " }};{% endfor %}"
-    ask = user(QUESTION)
-    body = {"messages": [ask, {"role": "assistant", "content": ANSWER, name: "a thought"}, ask]}
-    assert f"{ANSWER}a thought;" in prompt(running, monkeypatch, template, body)
-
-
 def test_ids_of_calls_stay_the_same_from_turn_to_turn(running, monkeypatch):
     """Else no prefix of a conversation would be found in the cache."""
     body = chat_body("history")
