@@ -19,7 +19,6 @@ from nanovllm.errors import EngineClosedError, ModelLoadError
 from nanovllm.models.source import stored_files
 from nanovllm.outputs import OutputKind
 from nanovllm.serving.replicas import fleet, opening, pool, replica
-from nanovllm.serving.replicas.pool_request import PoolRequest
 from tests.support.llms import submit
 from tests.support.replicas import (
     ENDLESS,
@@ -225,17 +224,10 @@ def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
         engine.step()
         found |= {output.request_id: output for output in engine.outputs}
         engine.outputs.clear()
-    assert found.pop("poison").error.endswith("3 replicas died with it before they gave it a token")
+    poison = found.pop("poison")
+    assert poison.error.endswith("3 replicas died with it before they gave it a token")
+    assert (poison.error_kind, poison.finished, poison.outputs[0].finish_reason) == ("internal", True, "error")
     assert completions([found[f"good {n}"] for n in range(6)]) == whole(prompts, params)
-
-
-def test_the_output_of_such_a_request_says_why(llm):
-    input_processor = llm._engine.input_processor
-    new = input_processor.process_one("poison", [1, 2], PARAMS[0])
-    output = PoolRequest(new).end("error", 1.0, input_processor, "3 replicas died")
-    (completion,) = output.outputs
-    assert (output.error, output.error_kind, output.finished) == ("3 replicas died", "internal", True)
-    assert (completion.finish_reason, completion.token_ids) == ("error", [])
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["deaths", "refused starts"])

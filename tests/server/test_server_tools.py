@@ -171,13 +171,14 @@ VALUES = {
     ],
 )
 def test_what_looks_like_json_stays_a_string_where_the_schema_allows_no_other(form, text):
-    for schema, written, value in ((s, *pair) for s, pairs in VALUES.items() for pair in pairs.items()):
+    for schema, values in VALUES.items():
         root = {"type": "object", "properties": {"x": json.loads(schema)}, **ROOT}
-        (call,) = ToolStream(FORMATS[form], {"f": root}).add(text % written, is_last=True)
-        arguments = json.loads(call["function"]["arguments"])
-        assert repr(arguments) == repr({"x": value}), (schema, written)
-        if "loop" not in schema:
-            jsonschema.validate(arguments, root)
+        for written, value in values.items():
+            (call,) = ToolStream(FORMATS[form], {"f": root}).add(text % written, is_last=True)
+            arguments = json.loads(call["function"]["arguments"])
+            assert repr(arguments) == repr({"x": value}), (schema, written)
+            if "loop" not in schema:
+                jsonschema.validate(arguments, root)
 
 
 @pytest.mark.parametrize(
