@@ -4,14 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm import SamplingParams
 from nanovllm.batch import NON_FINITE
 from nanovllm.fast import fast_draws
 from nanovllm.fast.fast_draws import fast_sampler, keep_likely
 from nanovllm.fast.gpu.head_extras import DrawExtras, draw_extras
 from nanovllm.sampler import FILTERED_AT_ONCE, FILTERS, DrawInputs, DrawTensors, draw, keep_likely_by_sort
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.nuclei import nuclei_that_end_exactly
+from tests.support.public_options import make_sequence
 
 CPU = torch.device("cpu")
 WAYS = [
@@ -23,7 +22,7 @@ WAYS = [
 
 
 def request(seed=0, **params):
-    return Sequence(NewRequest("r", [1, 2], SamplingParams(**params)), arrival=0, max_model_len=1000, seed=seed)
+    return make_sequence([1, 2], seed=seed, **params)
 
 
 def requests_of(count):

@@ -23,20 +23,22 @@ from nanovllm.features.penalties.penalties import LatestTokens, change_logits
 from nanovllm.features.request_options import RequestOptions
 from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value
-from tests.support.llms import check_engine
+from tests.support.class_cases import own_answers
+from tests.support.llms import (
+    OPTIONS,
+    POOLS,
+    assert_idle_and_whole,
+    check_engine,
+    generate,
+    greedy,
+    open_llm,
+    token_ids,
+)
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
-POOLS = {
-    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
-    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
-}
 VOCAB = 50
-
-
-def open_llm(model=None, pool="roomy pool", **options):
-    return LLM(
-        model or tiny_model(), tokenizer=tiny_tokenizer(), enforce_eager=True, block_size=16, **(POOLS[pool] | options)
-    )
+EVERY_POOL = pytest.mark.parametrize("pool", ["roomy pool", "tiny pool"])
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 
 
 def request(tokens, words=None, *, seed=0, num_outputs=0, **params):
@@ -58,26 +60,27 @@ WORDS = [[3], [7, 8], [7, 7], [8, 8, 9], [1, 2, 3, 4], [9]]
 HISTORIES = [[1], [7], [5, 7], [7, 7], [8, 8], [9, 8, 8], [2, 3], [1, 2, 3], [5, 1, 2, 3], [8]]
 
 
+def assert_forbidden(ours, logits, histories):
+    for row, history in enumerate(histories):
+        expected = NoBadWordsLogitsProcessor(WORDS)(torch.tensor([history]), logits[row : row + 1])
+        assert torch.equal(ours[row : row + 1], expected)
+
+
 def test_the_same_tokens_are_forbidden_as_in_transformers():
     logits = random_rows(len(HISTORIES))
     sequences = [request(history, WORDS, num_outputs=n % 2) for n, history in enumerate(HISTORIES)]
     ours = change_logits(logits.clone(), sequences, [len(history) for history in HISTORIES], None)
-    for row, history in enumerate(HISTORIES):
-        expected = NoBadWordsLogitsProcessor(WORDS)(torch.tensor([history]), logits[row : row + 1])
-        assert torch.equal(ours[row : row + 1], expected)
+    assert_forbidden(ours, logits, HISTORIES)
 
 
 def test_a_newest_token_that_only_the_device_knows_counts_too():
-    logits = random_rows(len(HISTORIES))
-    sequences = [request(history[:-1], WORDS) for history in HISTORIES if len(history) > 1]
-    in_flight = torch.tensor([history[-1] for history in HISTORIES if len(history) > 1])
-    latest = LatestTokens(-1 - np.arange(len(sequences))[::-1], in_flight.flip(0))
-    positions = [len(sequence.token_ids) + 1 for sequence in sequences]
-    ours = change_logits(logits[: len(sequences)].clone(), sequences, positions, latest)
     histories = [history for history in HISTORIES if len(history) > 1]
-    for row, history in enumerate(histories):
-        expected = NoBadWordsLogitsProcessor(WORDS)(torch.tensor([history]), logits[row : row + 1])
-        assert torch.equal(ours[row : row + 1], expected)
+    logits = random_rows(len(histories))
+    in_flight = torch.tensor([history[-1] for history in histories])
+    latest = LatestTokens(-1 - np.arange(len(histories))[::-1], in_flight.flip(0))
+    sequences = [request(history[:-1], WORDS) for history in histories]
+    ours = change_logits(logits.clone(), sequences, [len(history) for history in histories], latest)
+    assert_forbidden(ours, logits, histories)
 
 
 def test_what_is_not_finite_stays_so_behind_a_bad_word():
@@ -94,29 +97,21 @@ def test_a_word_is_spelt_with_and_without_a_space_in_front():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("pool", POOLS)
+@OVERLAP
+@EVERY_POOL
 def test_greedy_tokens_without_bad_words_are_those_of_transformers(pool, overlap):
     model, tokenizer = tiny_model("qwen3"), tiny_tokenizer()
     prompts = random_prompts(6, low=3, high=90, seed=2)
-    with open_llm(model, pool, overlap=overlap) as llm:
-        plain = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=30), use_tqdm=False)
+    with open_llm(model, overlap=overlap, **POOLS[pool]) as llm:
         # What they say without, in pieces of one token and of two: so that each of the words matters.
-        said = [output.outputs[0].token_ids for output in plain]
+        said = token_ids(generate(llm, prompts, greedy(30)))
         words = [[tokenizer.decode(s[:1]), tokenizer.decode(s[4:6]), tokenizer.decode(s[9:12])] for s in said]
         words = [[word for word in ws if word.strip() and "\ufffd" not in word] for ws in words]
-        params = [SamplingParams(temperature=0.0, max_tokens=30, bad_words=ws) for ws in words]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, output, ws in zip(prompts, outputs, words, strict=True):
-        inputs = torch.tensor([prompt])
+        found = token_ids(generate(llm, prompts, [greedy(30, bad_words=ws) for ws in words]))
+    for prompt, tokens, ws in zip(prompts, found, words, strict=True):
         processor = NoBadWordsLogitsProcessor([list(spelling) for spelling in spellings_of(ws, tokenizer)])
-        with torch.no_grad():
-            expected = model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=30, pad_token_id=0,
-                logits_processor=LogitsProcessorList([processor]),
-            )  # fmt: skip
-        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
-    assert sum(output.outputs[0].token_ids != s for output, s in zip(outputs, said, strict=True)) >= 3
+        assert [tokens] == own_answers(model, [prompt], 30, logits_processor=LogitsProcessorList([processor]))
+    assert sum(tokens != s for tokens, s in zip(found, said, strict=True)) >= 3
 
 
 def test_a_text_never_holds_a_bad_word_of_several_tokens():
@@ -129,30 +124,16 @@ def test_a_text_never_holds_a_bad_word_of_several_tokens():
         for n in range(8)
         for w in ([], ["question"])
     ]
-    with open_llm() as llm:
-        texts = [output.outputs[0].text for output in llm.generate([[5, 6, 7]] * 16, params, use_tqdm=False)]
+    with open_llm(tiny_model()) as llm:
+        texts = [output.outputs[0].text for output in generate(llm, [[5, 6, 7]] * 16, params)]
     assert any("question" in text for text in texts[0::2])
     assert not any("question" in text for text in texts[1::2])
 
 
-@pytest.mark.parametrize(
-    ("words", "error", "message"),
-    [
-        ([""], ValueError, "bad_words holds an empty string"),
-        ([" "], ValueError, "bad_words holds ' ', which holds only whitespace"),
-        ([3], TypeError, "bad_words must hold strings, not 3"),
-        (3, TypeError, "bad_words must be a string or a list of them, not 3"),
-    ],
-)
-def test_what_is_no_word_is_refused(words, error, message):
-    with pytest.raises(error, match=message):
-        SamplingParams(bad_words=words)
-
-
 def test_bad_words_without_a_tokenizer_are_refused_before_anything_runs():
-    with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
+    with LLM(tiny_model(), **OPTIONS) as llm:
         with pytest.raises(ValueError, match="bad_words need a tokenizer"):
-            llm.generate([[5]], SamplingParams(bad_words=["x"]), use_tqdm=False)
+            generate(llm, [[5]], SamplingParams(bad_words=["x"]))
         assert llm.stats().num_steps == 0
 
 
@@ -174,34 +155,28 @@ class Counting:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("pool", POOLS)
+@OVERLAP
+@EVERY_POOL
 def test_a_processor_sees_every_token_and_acts_as_in_transformers(pool, overlap):
     model, prompts = tiny_model("qwen3"), random_prompts(6, low=3, high=90, seed=2)
-    options = [{"logits_processors": counting}, {"logits_processors": [counting], "repetition_penalty": 1.3}, {}]
-    params = [SamplingParams(temperature=0.0, max_tokens=25, **options[n % 3]) for n in range(6)]
-    with open_llm(model, pool, overlap=overlap) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+    ours = [{"logits_processors": counting}, {"logits_processors": [counting], "repetition_penalty": 1.3}, {}]
+    counts = {"logits_processor": LogitsProcessorList([Counting()])}
+    theirs = [counts, counts | {"repetition_penalty": 1.3}, {}]
+    with open_llm(model, overlap=overlap, **POOLS[pool]) as llm:
+        found = token_ids(generate(llm, prompts, [greedy(25, **options) for options in ours * 2]))
         check_engine(llm)
-    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        inputs = torch.tensor([prompt])
-        own = {"logits_processor": LogitsProcessorList([Counting()])} if number % 3 < 2 else {}
-        with torch.no_grad():
-            expected = model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=25, pad_token_id=0,
-                repetition_penalty=1.3 if number % 3 == 1 else 1.0, **own,
-            )  # fmt: skip
-        assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+    for prompt, tokens, options in zip(prompts, found, theirs * 2, strict=True):
+        assert [tokens] == own_answers(model, [prompt], 25, **options)
 
 
 def test_with_overlap_a_request_with_a_processor_gets_a_token_in_every_step():
     """The forward pass runs ahead; the draw waits for the host to read the step before."""
     with open_llm(overlap=True) as llm:
-        plain = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-        slow = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logits_processors=counting)
+        plain = greedy(20, ignore_eos=True)
+        slow = greedy(20, ignore_eos=True, logits_processors=counting)
         for params in ([plain], [slow], [plain, slow]):
             before = llm.stats().num_steps
-            llm.generate([[5, 6], [7, 8]][: len(params)], params, use_tqdm=False)
+            generate(llm, [[5, 6], [7, 8]][: len(params)], params)
             assert llm.stats().num_steps - before == 20
 
 
@@ -238,13 +213,11 @@ def fails(token_ids, row):
     ],
 )
 def test_a_processor_that_fails_ends_its_request_and_no_other(processor, message, num_tokens, overlap):
-    params = SamplingParams(temperature=0.0, max_tokens=8)
+    prompt = [5, 6, 7]
     with open_llm(overlap=overlap) as llm:
-        (alone,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
-        failing = SamplingParams(temperature=0.0, max_tokens=8, logits_processors=processor)
-        bad, good = llm.generate([[5, 6, 7], [5, 6, 7]], [failing, params], use_tqdm=False)
-        check_engine(llm)
-        assert llm.stats().num_used_blocks == 0
+        (alone,) = generate(llm, [prompt], greedy(8))
+        bad, good = generate(llm, [prompt] * 2, [greedy(8, logits_processors=processor), greedy(8)])
+        assert_idle_and_whole(llm)
     assert good.outputs[0].token_ids == alone.outputs[0].token_ids
     assert bad.outputs[0].finish_reason == "error"
     assert bad.error_kind is ErrorKind.REQUEST and good.error_kind is None
@@ -253,17 +226,7 @@ def test_a_processor_that_fails_ends_its_request_and_no_other(processor, message
         raise AssertionError(bad.error)
 
 
-@pytest.mark.parametrize("value", [3, "name", [3]])
-def test_what_is_no_function_is_refused(value):
-    with pytest.raises(TypeError, match="logits_processors must"):
-        SamplingParams(logits_processors=value)
-
-
 # -------------------------------------------------------------------------------------------------------- nothing left
-
-
-def forbid_all(_, row):
-    return torch.full_like(row, -torch.inf)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -272,7 +235,7 @@ def forbid_all(_, row):
     "options",
     [
         {"allowed_token_ids": [3], "words": [[3]]},
-        {"logits_processors": forbid_all},
+        {"logits_processors": lambda _, row: torch.full_like(row, -torch.inf)},
         {"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 1},
     ],
     ids=["bad words", "logits processor", "min tokens"],
@@ -280,13 +243,9 @@ def forbid_all(_, row):
 def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(options, temperature, dtype):
     logits = random_rows(3).to(dtype)
     logits[2, 9] = torch.nan
-    sequences = [
-        request([1], temperature=temperature),
-        *(request([1], temperature=temperature, **options) for _ in "ab"),
-    ]
-    tokens = (
-        fast_sampler(build_stage=RequestOptions).sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
-    )
+    sequences = [request([1], temperature=temperature, **own) for own in ({}, options, options)]
+    sampler = fast_sampler(build_stage=RequestOptions)
+    tokens = sampler.sample(logits, sequences, [1, 1, 1], None, StepLogprobs()).tolist()
     assert tokens[0] >= 0
     assert tokens[1:] == [NOTHING_LEFT, NON_FINITE]
 
@@ -296,12 +255,12 @@ def test_a_request_that_forbids_everything_ends_with_an_error_that_says_so(overl
     prompt = random_prompts(1, low=40, high=40)[0]
     params = SamplingParams(max_tokens=5, allowed_token_ids=[65], bad_words=[tiny_tokenizer().decode([65])], logprobs=1)
     with open_llm(overlap=overlap) as llm:
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        (output,) = generate(llm, [prompt], params)
         assert output.outputs[0].finish_reason == "error"
         assert output.outputs[0].token_ids == output.outputs[0].logprobs == []
         assert "no token is left to draw after 40 tokens: allowed_token_ids, bad_words" in output.error
         # The prompt was computed well, so its blocks stay findable.
-        (again,) = llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+        (again,) = generate(llm, [prompt], greedy(1))
         assert again.num_cached_tokens == 32
 
 
@@ -322,9 +281,8 @@ def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transfor
         )
         for seed in range(num_draws)
     ]  # fmt: skip
-    tokens = fast_sampler(build_stage=RequestOptions).sample(
-        logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws
-    )
+    sampler = fast_sampler(build_stage=RequestOptions)
+    tokens = sampler.sample(logits.repeat(num_draws, 1), sequences, [len(history)] * num_draws)
 
     expected, ids = logits.clone(), torch.tensor([history])
     expected[:, [token for token in range(size) if token not in allowed]] = -torch.inf

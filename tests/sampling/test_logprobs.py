@@ -6,27 +6,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm import LLM, SamplingParams, StepError
+from nanovllm import SamplingParams, StepError
 from nanovllm.features.logprobs.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
-from tests.support.llms import check_engine
+from tests.support import llms
+from tests.support.llms import POOLS, check_engine, open_llm, token_ids
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
-POOLS = {
-    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
-    "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
-    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
-}
-
-
-def open_llm(model=None, pool="roomy pool", **options):
-    return LLM(model or tiny_model(), enforce_eager=True, block_size=16, **(POOLS[pool] | options))
-
 
 def generate(llm, prompts, params):
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llms.generate(llm, prompts, params)
     check_engine(llm)
     return outputs
+
+
+def assert_all_right(model, outputs, params):
+    for output, wanted in zip(outputs, params, strict=True):
+        assert_right(model, output, wanted)
 
 
 @pytest.mark.costly
@@ -38,24 +34,19 @@ def generate(llm, prompts, params):
 def test_they_are_the_log_softmax_of_transformers(pool, overlap):
     model = tiny_model("qwen3")
     prompts, params = mixed_requests()
-    with open_llm(model, pool, overlap=overlap) as llm:
-        for temperature_of_cache in ("cold", "warm"):
-            outputs = generate(llm, prompts, params)
-            for output, wanted in zip(outputs, params, strict=True):
-                assert_right(model, output, wanted)
-            if temperature_of_cache == "warm":
-                assert any(output.num_cached_tokens for output in outputs)
+    with open_llm(model, overlap=overlap, **POOLS[pool]) as llm:
+        assert_all_right(model, generate(llm, prompts, params), params)
+        again = generate(llm, prompts, params)
+        assert_all_right(model, again, params)
+        assert any(output.num_cached_tokens for output in again)
         assert (llm.stats().num_preemptions > 0) == (pool == "tiny pool")
 
 
 def test_they_are_right_with_packed_weights_and_compiled_kernels(tmp_path):
     folder = save_tiny(tmp_path / "tiny")
     prompts, params = mixed_requests()
-    with LLM(folder, dtype="float32", block_size=16, **POOLS["small chunks"]) as llm:
-        outputs = generate(llm, prompts, params)
-    model = tiny_model()
-    for output, wanted in zip(outputs, params, strict=True):
-        assert_right(model, output, wanted)
+    with open_llm(folder, dtype="float32", enforce_eager=False, **POOLS["small chunks"]) as llm:
+        assert_all_right(tiny_model(), generate(llm, prompts, params), params)
 
 
 def test_ties_share_the_better_rank_and_a_row_without_a_token_harms_no_other():
@@ -94,11 +85,11 @@ def test_what_the_request_does_to_its_logits_does_not_show():
 def test_who_asks_for_them_draws_the_same_tokens():
     prompts, params = random_prompts(6, low=3, high=60, seed=1), [{"temperature": 0.0}, {"top_p": 0.8}, {}] * 2
     with open_llm() as llm:
-        plain = generate(llm, prompts, [SamplingParams(seed=3, max_tokens=12, **p) for p in params])
-        asked = generate(
-            llm, prompts, [SamplingParams(seed=3, max_tokens=12, logprobs=4, prompt_logprobs=4, **p) for p in params]
+        plain, asked = (
+            generate(llm, prompts, [SamplingParams(seed=3, max_tokens=12, **asks, **p) for p in params])
+            for asks in ({}, {"logprobs": 4, "prompt_logprobs": 4})
         )
-    assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in asked]
+    assert token_ids(plain) == token_ids(asked)
 
 
 def test_who_does_not_ask_pays_no_sort_and_no_measuring(monkeypatch):
@@ -180,7 +171,7 @@ def test_the_model_runs_once_and_is_left_as_it_was():
 def test_a_step_that_fails_leaves_no_report_behind(monkeypatch, overlap):
     model, params = tiny_model(), SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=2, seed=1)
     prompt = random_prompts(1, low=70, high=70)[0]
-    with open_llm(model, "small chunks", overlap=overlap) as llm:
+    with open_llm(model, overlap=overlap, **POOLS["small chunks"]) as llm:
         engine = llm._engine
         execute, countdown = engine.model_runner.execute, [0]
 
@@ -191,7 +182,7 @@ def test_a_step_that_fails_leaves_no_report_behind(monkeypatch, overlap):
             return execute(batch)
 
         monkeypatch.setattr(engine.model_runner, "execute", failing)
-        engine.add(engine.input_processor.process_one("r", prompt, params))
+        llms.submit(engine, "r", prompt, params)
         num_failures = 0
         while not engine.outputs:
             try:
@@ -230,13 +221,6 @@ def test_prompts_of_a_model_whose_head_cannot_be_called_apart_are_refused():
     assert len(output.outputs[0].logprobs) == 2
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_what_is_no_count_is_refused(name, value, error):
-    with pytest.raises(error, match=f"{name} "):
-        SamplingParams(**{name: value})
-
-
 def test_a_stream_shows_as_many_as_it_shows_tokens():
     with open_llm() as llm:
         seen = list(llm.stream([5, 6, 7], SamplingParams(max_tokens=5, logprobs=1, prompt_logprobs=0)))
@@ -246,20 +230,15 @@ def test_a_stream_shows_as_many_as_it_shows_tokens():
 
 @pytest.mark.parametrize("num_top", [0, 3])
 def test_words_of_a_graph_hold_what_was_measured(num_top):
-    logits, token_ids = torch.randn(5, 50), torch.tensor([3, 9, -1, 49, 0])
-    measured = Measured.from_logits(logits, token_ids, num_top)
+    measured = Measured.from_logits(torch.randn(5, 50), torch.tensor([3, 9, -1, 49, 0]), num_top)
     words = torch.full((Measured.num_words(8, num_top) + 10,), -1, dtype=torch.int32)
     to = Measured.from_words(words, 8, num_top)
-    for part, values in (
-        (to.token_ids, measured.token_ids),
-        (to.logprobs, measured.logprobs),
-        (to.ranks, measured.ranks),
-    ):
-        part[:5] = values
+    for name in Measured.__slots__:
+        getattr(to, name)[:5] = getattr(measured, name)
     assert (words[Measured.num_words(8, num_top) :] == -1).all()
     found = PackedMeasured(words, num_rows=8, num_top=num_top, count=5).to_host()
-    assert torch.equal(found.token_ids, measured.token_ids) and torch.equal(found.ranks, measured.ranks)
-    assert torch.equal(found.logprobs, measured.logprobs)
+    for name in Measured.__slots__:
+        assert torch.equal(getattr(found, name), getattr(measured, name)), name
 
 
 def test_only_a_step_with_a_request_that_asks_for_more_than_tokens_makes_a_report(monkeypatch):
@@ -283,5 +262,5 @@ def test_an_engine_without_further_options_draws_the_same_tokens_and_refuses_the
     with open_llm() as llm:
         [drawn] = generate(llm, [[5, 6]], plain)
         with pytest.raises(StepError, match="has options besides temperature and filters"):
-            llm.generate([[5, 6]], asking)
+            generate(llm, [[5, 6]], asking)
     assert drawn.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -7,20 +7,18 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.features.penalties.penalties import LatestTokens, change_logits, penalty_entries, write_tokens
-from nanovllm.sequence import NewRequest, Sequence
+from tests.support.class_cases import own_answers
+from tests.support.llms import POOLS, generate, greedy, open_llm, token_ids
+from tests.support.public_options import make_sequence
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
-POOLS = {
-    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
-    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
-}
 VOCAB = 50
 
 
 def request(prompt, output, **params):
-    sequence = Sequence(NewRequest("r", prompt, SamplingParams(**params)), arrival=0, max_model_len=1000)
+    sequence = make_sequence(prompt, **params)
     sequence.token_ids.extend(output)
     return sequence
 
@@ -40,11 +38,10 @@ def test_the_repetition_penalty_is_that_of_transformers():
     seen = [([1, 2, 2, 3], [7, 7, 9]), ([4], []), ([5, 5], [5, 6])]
     sequences = [request(*tokens, repetition_penalty=p) for tokens, p in zip(seen, (1.3, 0.7, 2.0), strict=True)]
     ours = changed(logits, sequences)
-    for row, (prompt, output) in enumerate(seen):
-        processor = RepetitionPenaltyLogitsProcessor(sequences[row].params.repetition_penalty)
-        torch.testing.assert_close(
-            ours[row : row + 1], processor(torch.tensor([prompt + output]), logits[row : row + 1])
-        )
+    for row, sequence in enumerate(sequences):
+        processor = RepetitionPenaltyLogitsProcessor(sequence.params.repetition_penalty)
+        expected = processor(torch.tensor([sequence.token_ids]), logits[row : row + 1])
+        torch.testing.assert_close(ours[row : row + 1], expected)
 
 
 def test_frequency_and_presence_count_the_output_alone():
@@ -92,9 +89,9 @@ def test_biases_are_added_before_penalties():
 
 
 def test_a_large_bias_decides():
-    with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
-        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=5, logit_bias={33: 100}), use_tqdm=False)
-        assert output.outputs[0].token_ids == [33] * 5
+    with open_llm() as llm:
+        biased = generate(llm, [[5, 6, 7]], SamplingParams(max_tokens=5, logit_bias={33: 100}))
+    assert token_ids(biased) == [[33] * 5]
 
 
 def test_rows_that_ask_for_nothing_stay_what_they_are():
@@ -111,66 +108,71 @@ REPETITIONS = [1.1, 1.5, 0.8, 1.0] * 2
 
 @functools.cache
 def by_transformers():
-    model, answers = tiny_model("qwen3"), []
-    for prompt, penalty in zip(PENALISED, REPETITIONS, strict=True):
-        inputs = torch.tensor([prompt])
-        with torch.no_grad():
-            expected = model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=30,
-                repetition_penalty=penalty, pad_token_id=0,
-            )  # fmt: skip
-        answers.append(expected[0, len(prompt) :].tolist())
-    return answers
+    model, pairs = tiny_model("qwen3"), zip(PENALISED, REPETITIONS, strict=True)
+    return [own_answers(model, [prompt], 30, repetition_penalty=penalty)[0] for prompt, penalty in pairs]
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", ["roomy pool", "tiny pool"])
 def test_greedy_tokens_under_a_repetition_penalty_equal_those_of_transformers(pool, overlap):
-    params = [SamplingParams(temperature=0.0, max_tokens=30, repetition_penalty=p) for p in REPETITIONS]
-    with LLM(tiny_model("qwen3"), enforce_eager=True, block_size=16, overlap=overlap, **POOLS[pool]) as llm:
-        outputs = llm.generate(PENALISED, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == by_transformers()
+    params = [greedy(30, repetition_penalty=p) for p in REPETITIONS]
+    with open_llm(tiny_model("qwen3"), overlap=overlap, **POOLS[pool]) as llm:
+        assert token_ids(generate(llm, PENALISED, params)) == by_transformers()
 
 
 @pytest.mark.full
 def test_penalised_samples_are_the_same_in_every_way_of_stepping():
-    model, prompts = tiny_model(), random_prompts(12, low=3, high=90, seed=3)
+    prompts = random_prompts(12, low=3, high=90, seed=3)
     options = [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7, "top_p": 0.9}, {"allowed_token_ids": range(9, 99)}]
     params = [SamplingParams(seed=n, max_tokens=30, **options[n % 3]) for n in range(12)]
     answers = []
     for overlap, pool in ((True, "roomy pool"), (False, "tiny pool"), (True, "tiny pool")):
-        with LLM(model, enforce_eager=True, block_size=16, overlap=overlap, **POOLS[pool]) as llm:
-            answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
-    with LLM(model, enforce_eager=True, block_size=16, **POOLS["roomy pool"]) as llm:
-        pairs = zip(prompts, params, strict=True)
-        alone = [llm.generate([p], s, use_tqdm=False)[0].outputs[0].token_ids for p, s in pairs]
+        with open_llm(overlap=overlap, **POOLS[pool]) as llm:
+            answers.append(token_ids(generate(llm, prompts, params)))
+    with open_llm() as llm:
+        alone = [token_ids(generate(llm, [p], s))[0] for p, s in zip(prompts, params, strict=True)]
     assert answers == [alone] * 3
     assert all(set(tokens) <= set(range(9, 99)) for tokens in alone[2::3])
     assert any(len(set(tokens)) < 30 for tokens in alone[0::3])  # a presence penalty forbids nothing
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
-        ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
-        ({"allowed_token_ids": [-1]}, "allowed_token_ids is -1"),
-        ({"logit_bias": {3: 101}}, "logit_bias is 101"),
-        ({"logit_bias": {-3: 1}}, "a token id of logit_bias is -3"),
-    ],
-)
-def test_values_out_of_range_are_refused(option, message):
+REFUSED = [
+    ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty is -2.1"),
+    ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids is -1"),
+    ({"logit_bias": {3: 101}}, "logit_bias is 101"),
+    ({"logit_bias": {-3: 1}}, "a token id of logit_bias is -3"),
+    ({"bad_words": [""]}, "bad_words holds an empty string"),
+    ({"bad_words": [" "]}, "bad_words holds ' ', which holds only whitespace"),
+    ({"logprobs": -1}, "logprobs "),
+    ({"prompt_logprobs": -1}, "prompt_logprobs "),
+    ({"prompt_logprobs_start": 3}, "prompt_logprobs_start is 3 without prompt_logprobs"),
+    ({"prompt_logprobs": 0, "prompt_logprobs_start": -1}, "prompt_logprobs_start is -1; it must be at least 0"),
+]
+OF_ANOTHER_KIND = [
+    ("logit_bias", [[3], {"x": 1}, {3: "much"}], "logit_bias"),
+    ("bad_words", [[3]], "bad_words must hold strings, not 3"),
+    ("bad_words", [3], "bad_words must be a string or a list of them, not 3"),
+    ("logits_processors", [3, "name", [3]], "logits_processors must"),
+    ("logprobs", [1.5, True], "logprobs "),
+    ("prompt_logprobs", [1.5, True], "prompt_logprobs "),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        SamplingParams(**option)
+        SamplingParams(**options)
 
 
-@pytest.mark.parametrize("bias", [[3], {"x": 1}, {3: "much"}])
-def test_a_bias_of_another_kind_is_refused(bias):
-    with pytest.raises(TypeError, match="logit_bias"):
-        SamplingParams(logit_bias=bias)
+@pytest.mark.parametrize(("name", "values", "message"), OF_ANOTHER_KIND, ids=str)
+def test_values_of_another_kind_are_refused(name, values, message):
+    for value in values:
+        with pytest.raises(TypeError, match=message):
+            SamplingParams(**{name: value})
 
 
 def test_parameters_stay_hashable():
@@ -178,11 +180,10 @@ def test_parameters_stay_hashable():
 
 
 def test_an_allowed_token_outside_of_the_vocabulary_is_refused_before_anything_runs():
-    with LLM(tiny_model(), enforce_eager=True, **POOLS["roomy pool"]) as llm:
-        with pytest.raises(ValueError, match=f"allowed_token_ids holds {VOCAB_SIZE}"):
-            llm.generate([[1]], SamplingParams(allowed_token_ids=(VOCAB_SIZE,)), use_tqdm=False)
-        with pytest.raises(ValueError, match=f"logit_bias holds {VOCAB_SIZE}"):
-            llm.generate([[1]], SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), use_tqdm=False)
+    with open_llm() as llm:
+        for option, value in (("allowed_token_ids", (VOCAB_SIZE,)), ("logit_bias", {VOCAB_SIZE: 1.0})):
+            with pytest.raises(ValueError, match=f"{option} holds {VOCAB_SIZE}"):
+                generate(llm, [[1]], SamplingParams(**{option: value}))
         assert llm.stats().num_steps == 0
 
 

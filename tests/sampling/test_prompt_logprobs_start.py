@@ -4,20 +4,10 @@ import random
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from tests.support.llms import check_engine
+from nanovllm import SamplingParams
+from tests.support.llms import POOLS, check_engine, generate, open_llm
 from tests.support.logprobs import assert_right
 from tests.support.tiny_models import random_prompts, tiny_model
-
-POOLS = {
-    "roomy pool": {"num_kv_blocks": 129, "max_model_len": 512},
-    "small chunks": {"num_kv_blocks": 129, "max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 8},
-    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
-}
-
-
-def open_llm(model=None, **options):
-    return LLM(model or tiny_model(), enforce_eager=True, block_size=16, **(POOLS["roomy pool"] | options))
 
 
 def requests():
@@ -40,21 +30,19 @@ def requests():
 
 
 QUICK = {("roomy pool", False), ("small chunks", False), ("tiny pool", True)}
+SLOW = {(pool, overlap) for pool in POOLS for overlap in (False, True)} - QUICK
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("pool", "overlap"),
-    [pytest.param(pool, overlap, marks=[] if (pool, overlap) in QUICK else pytest.mark.slow,
-                  id=f"{pool}-{'overlap' if overlap else 'one by one'}")
-     for pool in POOLS for overlap in (False, True)],
-)  # fmt: skip
+    ("pool", "overlap"), [*sorted(QUICK), *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW))]
+)
 def test_reported_rows_are_the_log_softmax_of_transformers(pool, overlap):
     model = tiny_model("qwen3")
     prompts, params = requests()
     with open_llm(model, overlap=overlap, **POOLS[pool]) as llm:
         for _ in ("cold", "warm"):
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = generate(llm, prompts, params)
             check_engine(llm)
             for output, wanted in zip(outputs, params, strict=True):
                 assert_right(model, output, wanted)
@@ -66,10 +54,10 @@ def test_reported_rows_are_the_log_softmax_of_transformers(pool, overlap):
 def test_a_hit_ends_before_the_row_that_gives_the_first_reported_token(start, cached):
     prompt = random_prompts(1, low=100, high=100)[0]
     with open_llm() as llm:
-        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+        generate(llm, prompt, SamplingParams(max_tokens=1))
         before = llm.stats()
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start)
-        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        (output,) = generate(llm, prompt, params)
         after = llm.stats()
     assert output.num_cached_tokens == cached
     assert output.prompt_logprobs[: max(1, start)] == [None] * max(1, start)
@@ -83,20 +71,16 @@ def test_a_shared_beginning_is_computed_once_for_all_continuations():
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=97)
     with open_llm() as llm:
         prompts = [[*shared, number, 5, 6] for number in range(8)]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = generate(llm, prompts, params)
         assert [output.num_cached_tokens for output in outputs] == [0] + [96] * 7
         assert llm.stats().num_scheduled_tokens == 99 + 7 * 3
 
 
-def test_a_start_without_a_report_or_behind_the_prompt_is_refused():
-    with pytest.raises(ValueError, match="prompt_logprobs_start is 3 without prompt_logprobs"):
-        SamplingParams(prompt_logprobs_start=3)
-    with pytest.raises(ValueError, match="prompt_logprobs_start is -1; it must be at least 0"):
-        SamplingParams(prompt_logprobs=0, prompt_logprobs_start=-1)
+def test_a_start_behind_the_prompt_is_refused():
     params = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=4)
+    cut = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=4, truncate_prompt_tokens=3)
     with open_llm() as llm:
         with pytest.raises(ValueError, match="start is 4, but the prompt has 4 tokens; it must be at most 3"):
-            llm.generate([1, 2, 3, 4], params, use_tqdm=False)
+            generate(llm, [1, 2, 3, 4], params)
         with pytest.raises(ValueError, match="start is 4, but the prompt has 3 tokens; it must be at most 2"):
-            cut = SamplingParams(prompt_logprobs=0, prompt_logprobs_start=4, truncate_prompt_tokens=3)
-            llm.generate([1, 2, 3, 4, 5], cut, use_tqdm=False)
+            generate(llm, [1, 2, 3, 4, 5], cut)

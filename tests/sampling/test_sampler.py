@@ -1,5 +1,6 @@
 """The sampler: exact distributions, and noise that depends on seed, position and token id alone."""
 
+import itertools
 import math
 
 import numpy as np
@@ -13,27 +14,22 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanovllm.batch import NON_FINITE
 from nanovllm.fast.fast_draws import NUCLEUS_WIDTH, fast_sampler, keep_likely
 from nanovllm.features.request_options import RequestOptions
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.sampler import FILTERS as FILTER_STAGES
 from nanovllm.sampler import gumbel_noise, noise_keys, token_counters
 from nanovllm.sampling_params import mix64, sample_seeds
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.chi_squared import SIGNIFICANCE, p_value, temperature_p_value
 from tests.support.nuclei import nuclei_that_end_exactly
+from tests.support.public_options import make_sequence
 
 GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's
 GAMMA_32, MIX_32 = 0x9E3779B9, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))
 
 
-def request(seed=0, *, num_output_tokens=0, eos=(), **params):
-    sequence = Sequence(
-        NewRequest("r", [1], SamplingParams(**params)), arrival=0, max_model_len=10_000, eos_token_ids=eos, seed=seed
-    )
-    sequence.token_ids.extend([1] * num_output_tokens)
-    return sequence
+def request(seed=0, **params):
+    return make_sequence([1], seed=seed, **params)
 
 
 def draw(logits, requests, positions=None):
@@ -45,13 +41,9 @@ def random_logits(num_rows, vocab_size, *, scale=2.0, seed=0):
     return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def keys_of(numbers, *, position=5):
-    """Keys of many seeds at one position."""
-    return torch.tensor([signed(noise_key(number, position)) for number in numbers])
-
-
-def noise_key(seed, position):
-    return int(noise_keys([seed], [position])[0])
+def keys_of(seeds, positions=None):
+    """A key of each seed and position, by default of one position."""
+    return torch.from_numpy(noise_keys(list(seeds), positions or [5] * len(seeds)))
 
 
 def noise_of(keys, vocab_size):
@@ -65,11 +57,6 @@ def signed(value):
 # --------------------------------------------------------------------------------------------------------------- greedy
 
 
-def test_greedy_takes_the_most_probable_token():
-    logits = random_logits(8, 1000)
-    assert draw(logits, [request(temperature=0.0)] * 8) == logits.argmax(dim=-1).tolist()
-
-
 @pytest.mark.parametrize("vocab_size", [2, 7, 64, 1000, 49_152])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_greedy_gives_ties_to_the_lowest_id(vocab_size, dtype):
@@ -77,12 +64,6 @@ def test_greedy_gives_ties_to_the_lowest_id(vocab_size, dtype):
     logits[1, vocab_size // 2 :] = 1.0
     logits[2, [vocab_size - 2, vocab_size - 1]] = 1.0
     assert draw(logits, [request(temperature=0.0)] * 3) == [0, vocab_size // 2, vocab_size - 2]
-
-
-def test_greedy_does_not_depend_on_seed_or_position():
-    logits = random_logits(1, 100).expand(20, 100)
-    tokens = draw(logits, [request(seed, temperature=0.0) for seed in range(20)])
-    assert len(set(tokens)) == 1
 
 
 def test_greedy_and_sampled_rows_mix_without_touching_each_other():
@@ -176,18 +157,24 @@ def test_a_nucleus_of_any_size_is_the_one_of_a_full_sort(scale, top_p):
     torch.testing.assert_close(ours, expected, atol=1e-3, rtol=0)
 
 
-def test_top_p_keeps_all_tokens_that_tie_with_the_one_that_crosses():
-    assert support(torch.tensor([0.4, 0.2, 0.2, 0.2]).log(), top_p=0.5) == [0, 1, 2, 3]
-
-
 def support(logits, **params):
     return by_us(logits[None], SamplingParams(**params))[0].nonzero().flatten().tolist()
 
 
-def test_top_p_keeps_the_token_that_crosses_p():
-    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert support(logits, top_p=0.5) == [0, 1]
-    assert support(logits, top_p=0.75) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("probabilities", "params", "kept"),
+    [
+        ([0.4, 0.3, 0.2, 0.1], {"top_p": 0.5}, [0, 1]),
+        ([0.4, 0.3, 0.2, 0.1], {"top_p": 0.75}, [0, 1, 2]),
+        ([0.4, 0.2, 0.2, 0.2], {"top_p": 0.5}, [0, 1, 2, 3]),  # tokens that tie with the one that crosses
+        ([0.1, 0.7, 0.2], {"top_p": 0.0001}, [1]),
+        ([1.0, 1e-35, 0.006], {"top_p": 1.0}, [0, 1, 2]),
+        ([0.5, 0.1, 0.1, 0.1, 0.05], {"top_k": 2}, [0, 1, 2, 3]),  # and with the last of the most probable ones
+    ],
+    ids=str,
+)
+def test_filters_keep_the_token_that_crosses_and_all_that_tie_with_it(probabilities, params, kept):
+    assert support(torch.tensor(probabilities).log(), **params) == kept
 
 
 @pytest.mark.parametrize("logits", nuclei_that_end_exactly(), ids=["next to it", "far from it"])
@@ -196,18 +183,6 @@ def test_a_token_whose_mass_is_top_p_exactly_is_the_whole_nucleus(logits):
     assert support(logits, top_p=0.50001) == list(range(len(logits)))
     many = NUCLEUS_WIDTH + 6  # more than are looked at first
     assert support(logits.repeat_interleave(many), top_p=0.5) == list(range(many))
-
-
-def test_top_p_below_the_best_tokens_probability_keeps_the_best_token():
-    assert support(torch.tensor([0.1, 0.7, 0.2]).log(), top_p=0.0001) == [1]
-
-
-def test_top_p_of_one_keeps_even_the_least_probable_token():
-    assert support(torch.tensor([0.0, -80.0, -5.0]), top_p=1.0) == [0, 1, 2]
-
-
-def test_top_k_keeps_all_tokens_that_tie_with_the_kth():
-    assert support(torch.tensor([3.0, 1.0, 1.0, 1.0, 0.0]), top_k=2) == [0, 1, 2, 3]
 
 
 def test_min_p_is_relative_to_the_most_probable_token():
@@ -268,14 +243,6 @@ def test_requests_of_neighbouring_seeds_draw_independently():
 # ------------------------------------------------------------------------------------------------------------ the noise
 
 
-def test_noise_depends_on_seed_position_and_token_id_and_not_on_the_row_or_the_batch():
-    keys = keys_of(range(10))
-    together = noise_of(keys, 300)
-    for row in range(10):
-        assert torch.equal(noise_of(keys[row : row + 1], 300)[0], together[row])
-    assert torch.equal(noise_of(keys.flip(0), 300).flip(0), together)
-
-
 def test_the_noise_of_a_token_does_not_depend_on_the_size_of_the_vocabulary():
     keys = keys_of(range(4))
     assert torch.equal(noise_of(keys, 1000)[:, :77], noise_of(keys, 77))
@@ -305,14 +272,14 @@ def test_noise_goes_with_the_token_id_and_not_with_the_rank_among_the_sorted():
 @pytest.mark.parametrize("position", [1, 2, 1000, 2**31])
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
 def test_noise_is_finite_for_every_seed_and_position(seed, position):
-    noise = noise_of(torch.tensor([signed(noise_key(seed, position))]), 1000)
+    noise = noise_of(keys_of([seed], [position]), 1000)
     assert noise.isfinite().all()
     assert noise.dtype is torch.float32
 
 
 def test_keys_of_all_seeds_and_positions_are_distinct():
-    keys = {noise_key(seed, position) for seed in range(200) for position in range(200)}
-    assert len(keys) == 200 * 200
+    places = [*itertools.product(range(200), repeat=2)]
+    assert len(keys_of(*zip(*places, strict=True)).unique()) == len(places)
 
 
 def test_the_mixer_is_splitmix64():
@@ -320,19 +287,13 @@ def test_the_mixer_is_splitmix64():
     assert mix64(GAMMA) == 0xE220A8397B1DCDAF
 
 
-def test_the_order_of_seed_and_position_matters_to_a_key():
-    assert noise_key(7, 9) != noise_key(9, 7)
-
-
 def test_unseeded_requests_get_distinct_seeds_from_engine_seed_and_number():
     seeds = {
-        seed
+        sample_seeds(None, 1, engine_seed=engine_seed, request_number=number)[0]
         for engine_seed in range(50)
         for number in range(50)
-        for seed in sample_seeds(None, 1, engine_seed=engine_seed, request_number=number)
     }
     assert len(seeds) == 50 * 50
-    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_noise_has_the_mean_variance_and_quantiles_of_the_standard_gumbel_distribution():
@@ -347,8 +308,7 @@ def test_noise_has_the_mean_variance_and_quantiles_of_the_standard_gumbel_distri
 
 @pytest.mark.parametrize(("first", "second"), [((0, 1), (0, 2)), ((0, 1), (1, 1)), ((7, 9), (9, 7)), ((0, 5), (1, 4))])
 def test_noise_of_different_seeds_or_positions_is_uncorrelated(first, second):
-    keys = torch.tensor([signed(noise_key(*first)), signed(noise_key(*second))])
-    noise = noise_of(keys, 100_000)
+    noise = noise_of(keys_of(*zip(first, second, strict=True)), 100_000)
     assert abs(torch.corrcoef(noise)[0, 1]) < 5 / math.sqrt(100_000)
 
 
@@ -400,28 +360,6 @@ def test_the_smallest_noise_is_finite():
     assert smallest == pytest.approx(-math.log(24 * math.log(2)), rel=1e-3)
 
 
-# --------------------------------------------------------------------------------------------- rows that are not finite
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=str)
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.9, "top_k": 5, "min_p": 0.1}], ids=str)
-def test_a_row_with_nan_or_infinity_answers_non_finite_and_its_neighbours_their_tokens(poison, options):
-    logits = random_logits(3, 100)
-    requests = [request(seed, **options) for seed in range(3)]
-    good = draw(logits, requests)
-    logits[1, 42] = poison
-    assert draw(logits, requests) == [good[0], NON_FINITE, good[2]]
-
-
-@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.9}], ids=str)
-def test_a_row_without_any_possible_token_answers_non_finite(options):
-    logits = random_logits(2, 100)
-    logits[0] = -math.inf
-    tokens = draw(logits, [request(0, **options)] * 2)
-    assert tokens[0] == NON_FINITE
-    assert tokens[1] >= 0
-
-
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.9}], ids=str)
 def test_a_token_of_minus_infinity_is_never_drawn_and_poisons_nothing(options):
     logits = torch.zeros(200, 4)
@@ -433,43 +371,34 @@ def test_a_token_of_minus_infinity_is_never_drawn_and_poisons_nothing(options):
 # ----------------------------------------------------------------------------------------------------------- min_tokens
 
 
+def draw_after(num_output_tokens, logits, **options):
+    sequence = request(min_tokens=3, eos_token_ids=(1,), **options)
+    sequence.token_ids.extend([1] * num_output_tokens)
+    return draw(logits, [sequence], [1 + num_output_tokens])[0]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_stop_tokens_are_suppressed_until_min_tokens_are_there(temperature):
-    logits = torch.zeros(1, 4)
-    logits[0, [1, 2]] = 20.0
-
-    def draw_after(num_output_tokens):
-        sequence = request(
-            temperature=temperature, min_tokens=3, stop_token_ids=[2], eos=(1,), num_output_tokens=num_output_tokens
-        )
-        return draw(logits, [sequence], [1 + num_output_tokens])[0]
-
-    assert all(draw_after(n) in (0, 3) for n in range(3))
-    assert draw_after(3) in (1, 2)
+    logits = torch.tensor([[0.0, 20.0, 20.0, 0.0]])
+    options = {"temperature": temperature, "stop_token_ids": [2]}
+    assert all(draw_after(n, logits, **options) in (0, 3) for n in range(3))
+    assert draw_after(3, logits, **options) in (1, 2)
 
 
 def test_a_function_cannot_raise_a_stop_token_before_min_tokens():
-    logits = torch.zeros(1, 4)
-    own = {"logits_processors": [lambda ids, row: torch.tensor([0.0, 9.0, 8.0, 1.0])], "temperature": 0.0}
-
-    def draw_after(num_output_tokens):
-        options = own | {"min_tokens": 3, "stop_token_ids": [2], "num_output_tokens": num_output_tokens}
-        return draw(logits, [request(eos=(1,), **options)], [1 + num_output_tokens])
-
-    assert [draw_after(2), draw_after(3)] == [[3], [1]]
+    raises = {"logits_processors": [lambda ids, row: torch.tensor([0.0, 9.0, 8.0, 1.0])]}
+    found = [draw_after(n, torch.zeros(1, 4), temperature=0.0, stop_token_ids=[2], **raises) for n in (2, 3)]
+    assert found == [3, 1]
 
 
 def test_min_tokens_of_one_request_suppresses_nothing_for_its_neighbour():
-    logits = torch.zeros(2, 4)
-    logits[:, 1] = 20.0
-    requests = [request(temperature=0.0, min_tokens=3, eos=(1,)), request(temperature=0.0, eos=(1,))]
+    logits = torch.tensor([[0.0, 20.0, 0.0, 0.0]] * 2)
+    requests = [request(temperature=0.0, eos_token_ids=(1,), min_tokens=count) for count in (3, 0)]
     assert draw(logits, requests) == [0, 1]
 
 
 def test_an_ignored_end_of_sequence_token_is_not_suppressed_by_min_tokens():
-    logits = torch.zeros(1, 4)
-    logits[0, 1] = 20.0
-    assert draw(logits, [request(temperature=0.0, min_tokens=3, eos=(1,), ignore_eos=True)]) == [1]
+    assert draw_after(0, torch.tensor([[0.0, 20.0, 0.0, 0.0]]), temperature=0.0, ignore_eos=True) == 1
 
 
 def test_a_top_p_that_float32_rounds_to_0_keeps_the_most_probable_token_alone():

@@ -71,9 +71,9 @@ def prompts_of(class_name):
     return [*own, shared + own[0], shared + own[1]]
 
 
-def own_answers(model, prompts, num_tokens):
-    """The greedy tokens of the model's own `generate`."""
-    return [own_answer(model, prompt, num_tokens) for prompt in prompts]
+def own_answers(model, prompts, num_tokens, **options):
+    """The greedy tokens of the model's own `generate`, to which further options go."""
+    return [own_answer(model, prompt, num_tokens, **options) for prompt in prompts]
 
 
 def open_case(model, case, *, tensor_parallel_size=1):

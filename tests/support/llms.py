@@ -11,6 +11,11 @@ from nanovllm.features.groups.block_checks import check_scheduler
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 129, "max_model_len": 512}
+POOLS = {
+    "roomy pool": {},
+    "small chunks": {"max_num_batched_tokens": 40, "max_num_seqs": 8},
+    "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(seed=7, max_tokens=12)
 
