@@ -182,6 +182,13 @@ def loggers_are_as_before():
     yield from _loggers_restored()
 
 
+@pytest.fixture
+def info_log(caplog):
+    """What the engine logs, from INFO on."""
+    caplog.set_level("INFO", logger="nanovllm")
+    return caplog
+
+
 @pytest.fixture(scope="module", autouse=True)
 def loggers_are_as_before_the_file():
     """A fixture of the file may run a command too."""

@@ -1,12 +1,11 @@
 """The added tokens of a tokenizer's file: as transformers finds them, or left to it."""
 
-import json
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm.models.added_tokens import added_tokens_option
+from tests.support.tiny_models import edit_json
 
 
 @pytest.fixture
@@ -18,37 +17,35 @@ def folder(tmp_path):
     inner.add_tokens([AddedToken("ü word", normalized=True, single_word=True)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="<end>")
     tokenizer.save_pretrained(tmp_path)
-    edit(tmp_path / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
+    edit_json(tmp_path / "tokenizer_config.json", tokenizer_class="TokenizersBackend")
     return tmp_path
-
-
-def edit(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def test_a_tokenizer_is_the_same_with_the_option(folder):
     option = added_tokens_option(str(folder))
     assert [token["content"] for token in option["added_tokens_decoder"].values()] == ["<s>", "<end>", "ü word"]
     own, other = (AutoTokenizer.from_pretrained(folder, **given) for given in ({}, option))
-    assert own.added_tokens_decoder == other.added_tokens_decoder
-    assert own.special_tokens_map == other.special_tokens_map
-    assert own.init_kwargs == other.init_kwargs
+    for name in ("added_tokens_decoder", "special_tokens_map", "init_kwargs"):
+        assert getattr(own, name) == getattr(other, name), name
     assert own.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
     assert own("ab <end> ü word").input_ids == other("ab <end> ü word").input_ids
 
 
 @pytest.mark.parametrize("tokens", [[], None, 3, [{"content": "<s>"}], ["<s>"]])
 def test_other_entries_are_left_to_the_library(tokens, folder):
-    edit(folder / "tokenizer.json", added_tokens=tokens)
+    edit_json(folder / "tokenizer.json", added_tokens=tokens)
     assert added_tokens_option(str(folder)) == ({"added_tokens_decoder": {}} if tokens == [] else {})
 
 
 TEXTS = ['{"model": {"added_tokens": []}}', '{"text": "\\"added_tokens\\""}', '{"version": "1"}', '["added_tokens"', ""]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_key_within_something_else_is_not_taken(text, folder):
-    (folder / "tokenizer.json").write_text(text)
+@pytest.mark.parametrize(
+    "name, text",
+    [*(("tokenizer.json", text) for text in TEXTS), ("special_tokens_map.json", "{}"), ("added_tokens.json", "{}")],
+)
+def test_a_key_within_something_else_and_tokens_in_other_files_too_are_left_to_the_library(name, text, folder):
+    (folder / name).write_text(text)
     assert added_tokens_option(str(folder)) == {}
 
 
@@ -57,22 +54,13 @@ def test_a_file_whose_tokens_are_far_behind_is_left_to_the_library(folder, monke
     assert added_tokens_option(str(folder)) == {}
 
 
-@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json"])
-def test_a_folder_with_tokens_in_other_files_too_is_left_to_the_library(name, folder):
-    (folder / name).write_text("{}")
-    assert added_tokens_option(str(folder)) == {}
-
-
-OTHERWISE = [
-    {"tokenizer_class": "LlamaTokenizer"},
-    {"added_tokens_decoder": {}},
-    {"auto_map": {"AutoTokenizer": "a"}},
-]
-
-
-@pytest.mark.parametrize("values", OTHERWISE)
+@pytest.mark.parametrize(
+    "values",
+    [{"tokenizer_class": "LlamaTokenizer"}, {"added_tokens_decoder": {}}, {"auto_map": {"AutoTokenizer": "a"}}],
+    ids=str,
+)
 def test_a_config_that_says_otherwise_is_left_to_the_library(values, folder):
-    edit(folder / "tokenizer_config.json", **values)
+    edit_json(folder / "tokenizer_config.json", **values)
     assert added_tokens_option(str(folder)) == {}
 
 

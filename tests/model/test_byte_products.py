@@ -12,7 +12,7 @@ from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.processor_classes import VARIABLE, processor_flags, targets
 from nanovllm.models.packed_linears import PackedHead
 from nanovllm.models.quantised.blocks import FORMATS
-from tests.support.quantised import random_layer
+from tests.support.quantised import exact_product, random_layer
 from tests.support.sanitizer import check_sanitized
 from tests.support.tiny_models import save_tiny
 
@@ -91,7 +91,7 @@ def test_rows_that_are_nothing_tiny_or_no_number_stay_so(kind, kernels):
     output = PackedHead(quantised, kernels)(rows)
     assert torch.equal(output[0], quantised.bias.float())
     assert not output[1:4].isfinite().any() and output[4:].isfinite().all()
-    expected = rows[6:].double() @ quantised.dequantise().double().T + quantised.bias.double()
+    expected = exact_product(quantised, rows[6:])
     assert ((output[6:].double() - expected).norm(dim=1) <= 0.02 * expected.norm(dim=1)).all()
 
 
@@ -125,14 +125,14 @@ def test_an_engine_multiplies_as_its_option_says(exact, tmp_path, monkeypatch):
     """Also with outliers in its activations, after which 8 bits leave little of their neighbours: layers stay fused."""
     lesser = [target.name for target in targets({}) if target.name in ("avx512_bf16", "avx512")]
     monkeypatch.setenv(VARIABLE, lesser[0] if lesser else targets({})[0].name)
-    folder = save_tiny(tmp_path / "model", "llama", dtype=torch.bfloat16, hidden_size=192)
+    folder = save_tiny(tmp_path, "llama", dtype=torch.bfloat16, hidden_size=192)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
         if name.endswith("layernorm.weight"):
             weight[::RUN] *= 12
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     sizes = {"num_kv_blocks": 40, "block_size": 16, "quantization": "int8"}
-    with LLM(str(folder), exact_activations=exact, **sizes) as llm:
+    with LLM(folder, exact_activations=exact, **sizes) as llm:
         runner = llm._engine.model_runner
         (own,) = runner.choice.kernels
         assert (own.least_byte_rows == 0) == exact

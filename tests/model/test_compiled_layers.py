@@ -84,7 +84,7 @@ class Shifted(torch.nn.Module):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("takes_limit", [True, False], ids=["own limit", "limit of a thread"])
+@pytest.mark.parametrize("takes_limit", [True, False])
 def test_a_layer_has_more_versions_than_pytorch_allows_in_another_thread(monkeypatch, takes_limit):
     """Such as an engine's, which is not the one that built it."""
     compiler = functools.partial(torch.compile, backend="eager")

@@ -8,7 +8,7 @@ from nanovllm.errors import NotFusedError
 from nanovllm.fast.layers.decoder_block import describe_blocks, model_parts
 from nanovllm.features.composition.binding import build_binding
 from tests.support.other_models import small
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import DTYPES, LLAMAS_KIND, tiny_model
 
 
 def blocks_of(model, change=None):
@@ -19,8 +19,8 @@ def blocks_of(model, change=None):
     return describe_blocks(binding.layer_modules, binding.layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@LLAMAS_KIND
+@DTYPES
 def test_the_parts_are_the_models_own_modules(family, dtype):
     model = tiny_model(family, dtype=dtype)
     layers = model.model.layers
@@ -39,14 +39,13 @@ def test_the_parts_are_the_models_own_modules(family, dtype):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    "make, reason",
     [
         (lambda: tiny_model("olmo2"), "Olmo2DecoderLayer has no RMS norm input_layernorm"),
         (lambda: small("Phi3"), "no linear layer gate_proj"),
         (lambda: small("Gemma", head_dim=32), "no RMS norm over"),
         (lambda: tiny_model("llama", hidden_act="gelu"), "no SiLU"),
     ],
-    ids=["norms behind attention", "one projection", "norms by 1 + weight", "another activation"],
 )
 def test_a_family_of_another_kind_is_refused_with_the_reason(make, reason):
     with pytest.raises(NotFusedError, match=reason):
@@ -54,7 +53,7 @@ def test_a_family_of_another_kind_is_refused_with_the_reason(make, reason):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change, reason",
     [
         (lambda layer: layer.register_parameter("gain", nn.Parameter(torch.ones(1))), "more parameters: gain"),
         (lambda layer: setattr(layer.self_attn, "k_norm", None), "q_norm alone"),
@@ -64,7 +63,6 @@ def test_a_family_of_another_kind_is_refused_with_the_reason(make, reason):
             "no RMS norm over 128 elements as its q norm",
         ),
     ],
-    ids=["a parameter more", "a norm of q alone", "other sizes", "a factor behind a norm"],
 )
 def test_a_layer_that_differs_from_its_family_is_refused_with_the_reason(change, reason):
     assert len(blocks_of(tiny_model("qwen3"))) == 2
@@ -80,6 +78,6 @@ def test_layers_that_are_in_no_list_are_refused():
 def test_a_model_with_a_part_beside_the_known_ones_has_no_description():
     model = tiny_model("llama")
     parts = model_parts(model)
-    assert parts is not None and parts.norm is model.model.norm and parts.head is model.lm_head
+    assert parts.norm is model.model.norm and parts.head is model.lm_head
     model.model.extra = nn.Identity()
     assert model_parts(model) is None

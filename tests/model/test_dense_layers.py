@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from nanovllm.errors import NotFusedError
-from nanovllm.fast.kernels import dense_layer, layer_stack
+from nanovllm.fast.kernels import dense_layer
 from nanovllm.fast.layers import kernel_layers
 from nanovllm.fast.layers.dense_layers import DenseLayer, dense_layer_compilations
 from nanovllm.fast.layers.distances import rewriting
 from nanovllm.fast.layers.kernel_layers import KernelLayer
 from nanovllm.fast.layers.stacked_layers import unstack_layers
 from nanovllm.fast.replaced_layers import FastLayers
-from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
+from tests.support.decode_steps import answering_alike, hidden_step, stack_layers, tiny_binding
 from tests.support.reference_dense import ReferenceDense
 from tests.support.reference_parts import PARTS
-from tests.support.reference_stack import ReferenceStack
-from tests.support.tiny_models import tiny_model
+from tests.support.reference_stack import ReferenceStack, stand_in
+from tests.support.tiny_models import LLAMAS_KIND
 
 POSITIONS = [0, 5, 20, 17, 3, 9]
 
@@ -34,10 +34,6 @@ def references(monkeypatch):
     yield
     ReferenceDense.launches.clear()
     ReferenceDense.compiled.clear()
-
-
-def tiny_binding(family="llama", **fields):
-    return binding_of(tiny_model(family, dtype=torch.bfloat16, **fields), rotary=True)
 
 
 def some_rows(binding):
@@ -59,22 +55,14 @@ def launches_of(binding, num_rows):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
+@LLAMAS_KIND
 def test_layers_answer_as_their_modules_and_leave_the_same_k_and_v(family):
     binding = tiny_binding(family, num_layers=3)
-    caches = [cache.clone() for cache in binding.caches.of_layers]
-    expected = hidden_step(binding, POSITIONS, 16)
-    written = [cache.clone() for cache in binding.caches.of_layers]
-    assert launched(binding) == [(0, 16), (1, 16), (2, 16)]
-    for cache, before in zip(binding.caches.of_layers, caches, strict=True):
-        cache.copy_(before)
-    torch.testing.assert_close(hidden_step(binding, POSITIONS, 16), expected, atol=0.06, rtol=0.06)
-    for cache, right in zip(binding.caches.of_layers, written, strict=True):
-        own, right = cache[:, 2 * BLOCK_SIZE :], right[:, 2 * BLOCK_SIZE :]
-        assert (own - right).norm() < 0.02 * right.norm()
+    with answering_alike(binding, POSITIONS, 16):
+        assert launched(binding) == [(0, 16), (1, 16), (2, 16)]
 
 
-@pytest.mark.parametrize(("num_rows", "is_launched"), [(4, False), (8, False), (9, True), (16, True), (17, False)])
+@pytest.mark.parametrize("num_rows, is_launched", [(4, False), (8, False), (9, True), (16, True), (17, False)])
 def test_steps_of_9_rows_up_to_the_largest_compared_ones_use_it(num_rows, is_launched):
     assert bool(launched(tiny_binding(), num_rows)) == is_launched
     assert ReferenceDense.compiled == [16]
@@ -82,7 +70,7 @@ def test_steps_of_9_rows_up_to_the_largest_compared_ones_use_it(num_rows, is_lau
 
 @pytest.mark.parametrize("num_rows", [2, 8, 16])
 def test_steps_of_fewer_rows_use_it_where_layers_are_too_large_for_a_stack(num_rows, monkeypatch):
-    monkeypatch.setattr(layer_stack, "MAX_LAYER_BYTES", 2**10)
+    monkeypatch.setattr("nanovllm.fast.kernels.layer_stack.MAX_LAYER_BYTES", 2**10)
     assert launched(tiny_binding(), num_rows)
     assert ReferenceDense.compiled == [16]
 
@@ -112,7 +100,7 @@ def test_a_layer_that_gets_other_states_than_the_last_ones_output_computes_its_o
 
 
 @pytest.mark.parametrize("place", ["hidden", "query", "keys", "values"])
-def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, caplog):
+def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, info_log):
     run = ReferenceDense.run
 
     def wrong(self, index, layer, *args):
@@ -123,15 +111,14 @@ def test_a_kernel_that_errs_by_some_percent_is_not_used(place, monkeypatch, capl
 
     monkeypatch.setattr(ReferenceDense, "run", wrong)
     binding = tiny_binding()
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert launched(binding) == []
-    assert re.search("layers run in several launches: (the next|.* computes something else)", caplog.text)
+    assert launched(binding) == []
+    assert re.search("layers run in several launches: (the next|.* computes something else)", info_log.text)
     calls = [binding.calls[module] for module in binding.layer_modules]
     assert all(type(call) is KernelLayer for call in calls)
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])
-def test_a_kernel_that_writes_no_k_or_v_of_the_next_layer_is_not_used(name, monkeypatch, caplog):
+def test_a_kernel_that_writes_no_k_or_v_of_the_next_layer_is_not_used(name, monkeypatch, info_log):
     run = ReferenceDense.run
 
     def forgets(self, index, layer, *args):
@@ -141,9 +128,8 @@ def test_a_kernel_that_writes_no_k_or_v_of_the_next_layer_is_not_used(name, monk
     monkeypatch.setattr(ReferenceDense, "run", forgets)
     binding = tiny_binding()
     hidden_step(binding, POSITIONS, 16)  # the same K and V
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert launched(binding) == []
-    assert f"its {name} differ by up to 2.0e+00" in caplog.text
+    assert launched(binding) == []
+    assert f"its {name} differ by up to 2.0e+00" in info_log.text
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.01])
@@ -159,21 +145,16 @@ def test_k_and_v_that_err_by_a_hundredth_in_scale_differ(part, factor):
     assert torch.equal(cache, before)
 
 
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [({"mlp_bias": True}, "bias"), ({"attention_bias": True}, "bias")],
-)
-def test_biases_that_it_has_not_are_named(fields, reason, caplog):
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert launched(tiny_binding(**fields)) == []
-    assert f"layers run in several launches: LlamaDecoderLayer has a {reason}" in caplog.text
+@pytest.mark.parametrize("name", ["mlp_bias", "attention_bias"])
+def test_biases_that_it_has_not_are_named(name, info_log):
+    assert launched(tiny_binding(**{name: True})) == []
+    assert "layers run in several launches: LlamaDecoderLayer has a bias" in info_log.text
 
 
-def test_layers_larger_than_those_that_gain_are_left_as_they_are(monkeypatch, caplog):
+def test_layers_larger_than_those_that_gain_are_left_as_they_are(monkeypatch, info_log):
     monkeypatch.setattr(dense_layer, "MAX_LAYER_BYTES", 2**10)
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert launched(tiny_binding()) == []
-    assert "MiB a layer are more than" in caplog.text
+    assert launched(tiny_binding()) == []
+    assert "MiB a layer are more than" in info_log.text
 
 
 def test_rows_with_which_it_is_no_faster_run_by_kernels(monkeypatch):
@@ -185,23 +166,18 @@ def test_rows_with_which_it_is_no_faster_run_by_kernels(monkeypatch):
     assert ReferenceDense.compiled == [64]
 
 
-def test_without_a_step_of_so_many_decodes_it_is_not_used(caplog):
+def test_without_a_step_of_so_many_decodes_it_is_not_used(info_log):
     binding = tiny_binding()
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert FastLayers(binding).use_kernel_layers(lambda: some_rows(binding), lambda: None)
-    assert "no step of so many decodes fits" in caplog.text
+    assert FastLayers(binding).use_kernel_layers(lambda: some_rows(binding), lambda: None)
+    assert "no step of so many decodes fits" in info_log.text
     assert launches_of(binding, 16) == []
 
 
 def test_the_layers_in_one_launch_serve_fewer_rows_and_leave_more_to_it(monkeypatch):
-    monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
-    monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
-    monkeypatch.setattr(ReferenceStack, "launches", [])
+    stand_in(monkeypatch)
     binding = tiny_binding()
     assert launched(binding)
-    FastLayers(binding).stack_layers(
-        BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])]
-    )
+    stack_layers(binding)
     ReferenceStack.launches.clear()
     assert launches_of(binding, 4) == [] and ReferenceStack.launches == [2]
     assert launches_of(binding, 16) == [(0, 16), (1, 16)] and ReferenceStack.launches == [2]
@@ -231,13 +207,13 @@ def test_a_trial_run_of_a_capture_launches_the_first_layer_alone():
     assert launches_of(binding, 16) == [(0, 16), (1, 16), (2, 16)]
 
 
-@pytest.mark.parametrize(("max_rows", "sizes"), [(8, []), (9, [16]), (40, [16, 32, 64]), (300, [16, 32, 64, 128])])
+@pytest.mark.parametrize("max_rows, sizes", [(8, []), (9, [16]), (40, [16, 32, 64]), (300, [16, 32, 64, 128])])
 def test_what_an_engine_may_use_is_compiled_ahead(max_rows, sizes, monkeypatch):
     assert sizes_compiled_ahead(max_rows, monkeypatch) == sizes
 
 
 def test_few_decodes_of_layers_too_large_for_a_stack_have_it_compiled(monkeypatch):
-    monkeypatch.setattr(layer_stack, "MAX_LAYER_BYTES", 2**10)
+    monkeypatch.setattr("nanovllm.fast.kernels.layer_stack.MAX_LAYER_BYTES", 2**10)
     assert sizes_compiled_ahead(1, monkeypatch) == [16]
 
 
@@ -263,7 +239,6 @@ def test_what_the_kernel_does_not_serve_is_named(monkeypatch):
             assert plan.shared_bytes(num_rows) <= available and plan.weight_slots >= 4 and plan.input_slots >= 2
             for splits, depth in ((plan.output_splits, served.query), (plan.down_splits, served.inner)):
                 assert 1 <= splits <= depth // 128
-    plan = dense_layer.Plan.of(
-        dense_layer.DenseSizes(2560, 9728, 32, 8, 128), 16, num_processors=132, shared_bytes=available
-    )
+    large = dense_layer.DenseSizes(2560, 9728, 32, 8, 128)
+    plan = dense_layer.Plan.of(large, 16, num_processors=132, shared_bytes=available)
     assert plan[:4] == (3, 3, 2, 1)  # 40 tiles by 3 give 120 of 132 blocks an item, by 2 only 80

@@ -1,13 +1,11 @@
 """Quantised checkpoints with plain weights: those of the formats' own libraries, bit for bit, or refused by name."""
 
 import json
-import logging
 import math
 import shutil
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Llama4ForCausalLM
 
@@ -17,15 +15,26 @@ from nanovllm.errors import ModelLoadError, UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
 from nanovllm.models.default_model import ensure_default_model
-from nanovllm.models.quantised import reader, stored, stored_config
+from nanovllm.models.quantised import stored, stored_config
 from nanovllm.models.quantised.blocks import QuantisedLinear
 from nanovllm.models.quantised.rows import RowFormat
 from nanovllm.models.sizes import read_sizes
 from tests.support import quantised_checkpoints as made
+from tests.support.class_cases import own_answers
 from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
 from tests.support.hubs import generate_once, serving
 from tests.support.llms import generate, greedy, token_ids
-from tests.support.quantised_checkpoints import LLAMA_FORMS, compressed, configure, rewrite, save_mxfp4, save_quantised
+from tests.support.quantised_checkpoints import (
+    LLAMA_FORMS,
+    as_modelopt,
+    by_library,
+    by_producer,
+    compressed,
+    configure,
+    rewrite,
+    save_mxfp4,
+    save_quantised,
+)
 from tests.support.real_texts import prompts as real_prompts
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
@@ -48,29 +57,6 @@ def loaded(folder, **options):
     return loader.load_weights(str(folder), config).model
 
 
-def by_library(folder):
-    """The model of `transformers`, dequantised by itself."""
-    config = AutoConfig.from_pretrained(folder)
-    config.quantization_config["dequantize"] = True
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
-
-
-def by_producer(folder, form, model):
-    """The model with weights that compressed-tensors widens one by one, saved plain and loaded by `transformers`."""
-    scheme, _ = made.settings_of(form)
-    compressor = BaseCompressor.get_value_from_registry(scheme.format)
-
-    def widened(name, tensor):
-        if not name.endswith("_proj.weight"):
-            return {name: tensor}
-        parts = {role: part for role, part in compressed(tensor, scheme).items() if role != "input_scale"}
-        return {name: compressor.decompress(parts, scheme)["weight"].float()}
-
-    model.save_pretrained(folder)
-    rewrite(folder, widened, None)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
 def assert_same_weights(found, wanted):
     names = dict(wanted.named_parameters())
     assert names.keys() >= dict(found.named_parameters()).keys()  # older releases leave scales in the modules
@@ -91,15 +77,18 @@ def edit(folder, **changes):
 @pytest.mark.costly
 @pytest.mark.parametrize("form", ["ct-nvfp4", *(form for form in LLAMA_FORMS if form != "ct-nvfp4"), "mxfp4"])
 def test_weights_and_answers_are_those_of_transformers(form, tmp_path):
-    """Float32 tokens with prompts in chunks, and again with their prefixes cached."""
+    """Float32 tokens with prompts in chunks, and again with their prefixes cached; weights near those before."""
     folder = save_mxfp4(tmp_path) if form == "mxfp4" else save_quantised(tmp_path, form)
     model = loaded(folder)
     assert_same_weights(model, by_library(folder))
+    plain = made.small_gpt_oss() if form == "mxfp4" else made.small_llama()
+    for name, weight in plain.named_parameters():
+        assert (model.get_parameter(name) - weight).norm() <= 0.16 * weight.float().norm(), name
     wanted = by_transformers(model)
     with LLM(folder, dtype="float32", **CHUNKED) as llm:
         assert tokens(llm) == wanted
-        again = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-        assert [output.outputs[0].token_ids for output in again] == wanted
+        again = generate(llm, PROMPTS, GREEDY)
+        assert token_ids(again) == wanted
         assert sum(output.num_cached_tokens for output in again) > 0
 
 
@@ -176,9 +165,7 @@ def test_a_base_without_a_head_embeds_by_its_dequantised_weights(tmp_path):
     folder = save_quantised(tmp_path, "fp8-block", made.small_llama().model)
     with LLM(folder, dtype="float32", **CHUNKED) as llm:
         (output,) = llm.embed([PROMPTS[1]], use_tqdm=False)
-    config = AutoConfig.from_pretrained(folder)
-    config.quantization_config["dequantize"] = True
-    base = AutoModel.from_pretrained(folder, config=config, dtype=torch.float32)
+    base = by_library(folder, auto_class=AutoModel)
     wanted = base(torch.tensor([PROMPTS[1]])).last_hidden_state[0, -1]
     torch.testing.assert_close(torch.tensor(output.embedding), wanted / wanted.norm(), rtol=1e-4, atol=1e-5)
 
@@ -189,15 +176,11 @@ def test_formats_that_no_producer_writes_here_are_read_by_their_description(meth
     form = "ct-fp8-channel" if method == "fbgemm_fp8" else "ct-nvfp4"
     folder = save_quantised(tmp_path, form)
     wanted = loaded(folder)
-    ends = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"}
-
-    def renamed(name, tensor):
-        path, _, end = name.rpartition(".")
-        value = 1 / tensor if end == "weight_global_scale" else tensor
-        return {f"{path}.{ends.get(end, end)}": value.float() if end == "weight_scale" and form[3] == "f" else value}
-
-    rewrite(folder, renamed, {"quant_method": method, "quant_algo": "NVFP4"} if method == "modelopt" else
-            {"quant_method": method, "activation_scale_ub": 1200.0})  # fmt: skip
+    if method == "modelopt":
+        as_modelopt(folder)
+    else:
+        settings = {"quant_method": method, "activation_scale_ub": 1200.0}
+        rewrite(folder, lambda name, tensor: {name: tensor.float() if "scale" in name else tensor}, settings)
     found = loaded(folder)
     for name, weight in found.named_parameters():  # compressed-tensors rounds NVFP4 to bfloat16
         tolerance = {"rtol": 2**-7, "atol": 1e-4} if method == "modelopt" else {"rtol": 0, "atol": 0}
@@ -212,13 +195,12 @@ def fp8(tmp_path_factory):
     return save_quantised(tmp_path_factory.mktemp("fp8"), "fp8-block")
 
 
-def test_what_is_dequantised_is_said_once_with_its_bytes(fp8, caplog, monkeypatch):
+def test_what_is_dequantised_is_said_once_with_its_bytes(fp8, info_log, monkeypatch):
     monkeypatch.setattr(RowFormat, "has_kernel", False)
-    caplog.set_level(logging.INFO, logger="nanovllm")
     for option, level in ((None, "WARNING"), ("dequantize", "INFO"), ("int8", "INFO")):
-        caplog.clear()
+        info_log.clear()
         model = loaded(fp8, quantization=option)
-        (said,) = [record for record in caplog.records if "are dequantised" in record.message]
+        (said,) = [record for record in info_log.records if "are dequantised" in record.message]
         assert said.levelname == level and "(fp8, 8 bits" in said.message and "GB" in said.message
         assert any(isinstance(module, QuantisedLinear) for module in model.modules()) == (option == "int8")
 
@@ -292,7 +274,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name_before_weights_are_read(
 ):
     folder = save_quantised(tmp_path, form)
     edit(folder, **{f"{LAYER}{part}": value})
-    monkeypatch.setattr(reader, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("nanovllm.models.quantised.reader.load", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(ModelLoadError, match=f"{LAYER}.*{said}"):
         loaded(folder)
 
@@ -318,7 +300,7 @@ def test_settings_that_contradict_the_files_are_refused(changes, said, tmp_path)
 
 
 def test_files_that_are_damaged_are_refused_before_weights_are_read(fp8, tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("nanovllm.models.quantised.reader.load", lambda *_, **__: pytest.fail("weights were read"))
 
     def damaged(name, change):
         folder = tmp_path / name
@@ -409,13 +391,7 @@ def test_the_default_model_answers_real_text_as_transformers_does(form, tmp_path
     folder = save_quantised(tmp_path, form, source)
     model = by_library(folder)
     prompts = [prompt[:300] for prompt in real_prompts()[:6]]
-    wanted = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        full = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, pad_token_id=2
-        )
-        wanted.append(full[0, len(prompt) :].tolist())
+    wanted = own_answers(model, prompts, 8)
     with LLM(folder, dtype="float32", **CHUNKED) as llm:
         for _ in range(2):
             assert token_ids(generate(llm, prompts, greedy(8))) == wanted

@@ -9,11 +9,11 @@ from functools import cached_property, partial
 import pytest
 import torch
 
-from nanovllm import SamplingParams, UnsupportedModelError
+from nanovllm import UnsupportedModelError
 from nanovllm.features.unsupported import REASONS
 from tests.support.class_cases import CASES, Case, engine_answers, open_case, own_answers, prompts_of, seeded_case
 from tests.support.class_outcomes import NOT_BUILT, ONE_RANK, REFUSED
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, generate, greedy
 from tests.support.models_page import PAGE, VERSION, page, served_row
 from tests.support.rank_pair import one_pair_of_processes
 from tests.support.tiny_classes import class_names, tiny_class_model
@@ -75,13 +75,13 @@ def test_the_page_of_models_has_the_reasons_and_classes_of_the_tables():
 
 def assert_reports(llm, model, prompt):
     """Log-probabilities of a prompt and its embedding are the model's own, or refused where the page says so."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    params = greedy(1, prompt_logprobs=0)
     if not llm._engine.model_runner.binding.passes.has_base_model:
         for ask in (partial(llm.generate, sampling_params=params), llm.embed):
             with pytest.raises(ValueError, match="has no base model apart from its head"):
                 ask([prompt], use_tqdm=False)
         return
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    (output,) = generate(llm, [prompt], params)
     (embedded,) = llm.embed([prompt], normalize=False, use_tqdm=False)
     ids = torch.tensor([prompt])
     with torch.no_grad():
@@ -90,6 +90,11 @@ def assert_reports(llm, model, prompt):
     found = [logprob[token].logprob for logprob, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
     torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(torch.tensor(embedded.embedding), states[-1], rtol=1e-3, atol=1e-3)
+
+
+def assert_says_why(error, class_name):
+    assert REASONS[error.reason].trait in str(error)
+    assert class_name in str(error) or "layer" in str(error)
 
 
 def assert_served_or_refused(class_name, case, own, num_tokens):
@@ -101,8 +106,7 @@ def assert_served_or_refused(class_name, case, own, num_tokens):
     except UnsupportedModelError as error:
         assert error.reason == REFUSED.get(class_name, error.reason), str(error)
         assert error.reason in REFUSED.values(), f"refused for a reason that is not listed: {error}"
-        assert REASONS[error.reason].trait in str(error)
-        assert class_name in str(error) or "layer" in str(error)
+        assert_says_why(error, class_name)
         return
     assert class_name not in REFUSED, "it is served now; move it out of tests/support/class_outcomes.py"
     with llm:
@@ -166,8 +170,7 @@ def test_two_ranks_give_the_tokens_of_a_saved_class_or_refuse_it_for_a_known_rea
         llm = open_case(tmp_path, SAVED_CASE, tensor_parallel_size=2)
     except UnsupportedModelError as error:
         assert error.reason in known_reasons(class_name), str(error)
-        assert REASONS[error.reason].trait in str(error)
-        assert class_name in str(error) or "layer" in str(error)
+        assert_says_why(error, class_name)
     else:
         with llm:
             assert class_name not in REFUSED | ONE_RANK, "ranks serve it now; move it out of class_outcomes.py"

@@ -6,14 +6,16 @@ import pytest
 import torch
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.fast.attention.backends import AttentionChoice
 from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import experts
 from nanovllm.models.experts import PackedExperts, can_pack_experts, experts_of, pack_experts, why_not_captured
+from tests.support.llms import generate, greedy, token_ids
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_classes import VOCAB_SIZE, routed, tiny_class_model
+from tests.support.tiny_models import DTYPES
 
 # Plain; transposed, interleaved and with biases; without a gate.
 CLASSES = ["OlmoeForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"]
@@ -22,14 +24,14 @@ OPTIONS = {
     "max_num_seqs": 4,
 }  # fmt: skip
 PROMPTS = [[5, 9, 33, 21], [7] * 11, list(range(3, 40))]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+GREEDY = greedy(6)
 
 
 def kernels(dtype):
     return load_kernels(dtype, 64, 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_packed_experts_compute_what_the_library_computes(class_name, dtype):
     module = experts_of(tiny_class_model(class_name).to(dtype))[0]
@@ -55,7 +57,7 @@ def test_experts_of_releases_without_a_norm_behind_them_are_packed():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["grouped", "packed"])
+@pytest.mark.parametrize("is_packed", [False, True])
 def test_a_row_does_not_depend_on_the_rows_beside_it_beyond_rounding(is_packed):
     module = experts_of(tiny_class_model("OlmoeForCausalLM"))[0]
     compute = PackedExperts(module, kernels(torch.float32)) if is_packed else experts.experts_function
@@ -71,11 +73,11 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_beyond_rounding(is_packed):
 def test_packing_frees_the_plain_weights_and_the_answers_stay():
     model = tiny_class_model("OlmoeForCausalLM")
     with LLM(model, **OPTIONS) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        expected = token_ids(generate(llm, PROMPTS, GREEDY))
     pack_experts(model, kernels(torch.float32))
     assert all(module.down_proj.numel() == 0 for module in experts_of(model))
     with LLM(model, **OPTIONS) as llm:
-        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
+        assert token_ids(generate(llm, PROMPTS, GREEDY)) == expected
 
 
 def test_a_live_module_runs_our_experts_within_steps_and_its_own_outside(monkeypatch):
@@ -91,7 +93,7 @@ def test_a_live_module_runs_our_experts_within_steps_and_its_own_outside(monkeyp
     with LLM(model, **OPTIONS) as llm:
         assert seen, "the checks at load route through them too"
         seen.clear()
-        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        generate(llm, PROMPTS, GREEDY)
         assert seen == {experts.EXPERTS_NAME}
         assert model.config._experts_implementation == own
         seen.clear()
@@ -104,10 +106,9 @@ def test_experts_that_no_cuda_graph_can_capture_run_without_one(monkeypatch, cap
     weight = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16)
     monkeypatch.setattr(experts, "experts_of", lambda model: [SimpleNamespace(down_proj=weight)])
     reason = why_not_captured(torch.nn.Identity())
-    assert reason is not None and "torch.float16" in reason and "dtype='bfloat16'" in reason
+    assert "torch.float16" in reason and "dtype='bfloat16'" in reason
     choice = AttentionChoice("flex", True, True, ())
-    with caplog.at_level("WARNING", "nanovllm"):
-        assert not choice.captures(EngineConfig(), weight.device, reason)
+    assert not choice.captures(EngineConfig(), weight.device, reason)
     assert reason in caplog.text
     assert not choice.captures(EngineConfig(cuda_graphs=False), weight.device, reason)
     with pytest.raises(ValueError, match=r"cuda_graphs=True is unavailable.*torch.float16"):

@@ -129,7 +129,7 @@ def difference(name):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    "name, expected",
     [
         ("Qwen3MoeForCausalLM", "experts, router and norm"),
         ("MixtralForCausalLM", "experts, router and norm"),

@@ -16,7 +16,7 @@ from nanovllm.models.loader import load_weights
 from nanovllm.models.quantised.blocks import QuantisedLinear
 from tests.support.quantised import random_blocks
 from tests.support.tiny_gguf import write_gguf
-from tests.support.tiny_models import save_tiny, tiny_model
+from tests.support.tiny_models import DTYPES, save_tiny, tiny_model
 
 ROWS = 5_000  # of a linear layer, many more than any sample
 
@@ -26,7 +26,7 @@ def digest_of(source, **options):
     return model_digest(load_weights(str(source), EngineConfig(device="cpu", **options)).model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 @pytest.mark.parametrize("row", [0, 7, ROWS - 1])
 def test_one_element_of_a_large_tensor_makes_another_model(dtype, row):
     layer = nn.Linear(64, ROWS, dtype=dtype)

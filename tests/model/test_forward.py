@@ -10,7 +10,7 @@ from nanovllm.model import AttributePatches
 from nanovllm.probe import PassProbe
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
-from tests.support.tiny_models import FAMILIES, favour_next_tokens, tiny_model
+from tests.support.tiny_models import DTYPES, FAMILIES, favour_next_tokens, tiny_model
 
 SPECIAL = {
     "Granite": {"logits_scaling": 3.0, "embedding_multiplier": 2.0},
@@ -32,7 +32,7 @@ def parts_and_whole(binding):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 def test_every_family_computes_its_head_apart(family, dtype):
     model = tiny_model(family, dtype=dtype)
     before = Snapshot(model)

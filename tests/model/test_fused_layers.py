@@ -1,6 +1,5 @@
 """Fused decoder layers and packed linears: equal to the modules, and not used on unknown modules."""
 
-import logging
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,29 +7,34 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    Ministral3Config,
-    Ministral3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.attention import STEP_HANDLE
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.packed_product import can_pack
-from nanovllm.fast.layers import direct_pass, fused_layers
+from nanovllm.fast.layers import fused_layers
 from nanovllm.fast.layers.distances import TOLERANCE
 from nanovllm.fast.layers.fused_layers import FusedStack
 from nanovllm.models.packed_linears import PackedLinear
-from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, by_transformers, tokens
+from tests.support.cpu_answers import GREEDY, ON_A_CPU, OPTIONS, PROMPTS, by_transformers, tokens
+from tests.support.llms import generate, greedy, token_ids
+from tests.support.other_models import small
 from tests.support.scaled_parts import PLACES, computing, scale_part
-from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, widen
+from tests.support.tiny_models import (
+    DTYPES,
+    FAMILIES,
+    LLAMAS_KIND,
+    random_prompts,
+    save_tiny,
+    tiny_model,
+    tiny_tokenizer,
+    widen,
+)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fused layers are the CPU's own")
+pytestmark = ON_A_CPU
 
 
 def num_fused(llm):
@@ -46,11 +50,20 @@ def runs_stack(llm):
     return stack is not None and stack.is_on
 
 
+def wide(family, folder, dtype=torch.float32, **fields):
+    """A wide random model of any architecture, saved with a tokenizer."""
+    model = small(family, max_position_embeddings=512, **fields)
+    widen(model)
+    model.to(dtype).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
 @pytest.fixture(params=[1, 2, 5, 40])
 def num_threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield request.param
+    yield
     torch.set_num_threads(before)
 
 
@@ -75,12 +88,12 @@ def check_product(kernels, linear, num_rows):
     expected = rows.double() @ linear.weight.double().T + linear.bias.double()
     tolerance = 1e-5 if kernels.dtype == torch.float32 else 5e-3
     with torch.no_grad():
-        torch.testing.assert_close(
-            PackedLinear(linear, kernels)(rows).double(), expected, atol=tolerance, rtol=tolerance
-        )
+        found = PackedLinear(linear, kernels)(rows).double()
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_packed_product_is_the_same_with_any_number_of_threads(kernels, num_threads):
+@pytest.mark.usefixtures("num_threads")
+def test_a_packed_product_is_the_same_with_any_number_of_threads(kernels):
     torch.manual_seed(0)
     linear = nn.Linear(64, 96, bias=False, dtype=kernels.dtype)
     rows = torch.randn(200, 64, dtype=kernels.dtype)
@@ -121,12 +134,13 @@ def test_only_products_of_a_known_shape_and_dtype_can_be_packed():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
+def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path, info_log):
+    with LLM(save_tiny(tmp_path, family), **OPTIONS) as llm:
         is_known = family != "olmo2"  # which norms behind attention and not before
         assert num_fused(llm) == (2 if is_known else 0)
         assert has_direct_pass(llm) == is_known
-        assert any("Olmo2DecoderLayer" in record.message for record in caplog.records) == (not is_known)
+        assert ("Olmo2DecoderLayer" in info_log.text) != is_known
+        assert llm._engine.model_runner.config.attention_backend == "cpp"
         assert tokens(llm) == by_transformers(tiny_model(family))
 
 
@@ -134,7 +148,7 @@ def test_every_family_answers_as_transformers_does_fused_or_not(family, tmp_path
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family, tmp_path):
     """The same logits three times: fused, by the modules in bfloat16, and by the modules in float32."""
-    folder = save_tiny(tmp_path / family, family, dtype=torch.bfloat16)
+    folder = save_tiny(tmp_path, family, dtype=torch.bfloat16)
     prompts = random_prompts(12, low=30, high=90, seed=1)
 
     def logits_in(dtype):
@@ -150,16 +164,16 @@ def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family
         sample = sampler.sample
         sampler.sample = lambda logits, *rest: (seen.append(logits[0].clone()), sample(logits, *rest))[1]
         for prompt in prompts:
-            llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
+            generate(llm, [prompt], greedy(1))
     own_error, plain_error = (torch.stack(seen) - exact).norm(), (plain - exact).norm()
     assert own_error < 1.1 * plain_error
     assert own_error < 0.05 * exact.norm()
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    "options, reason",
     [
         ({"residual_multiplier": 0.5}, "between attention and its second norm"),
         ({"residual_multiplier": 0.98}, "between attention and its second norm"),
@@ -168,37 +182,30 @@ def test_bfloat16_layers_are_no_further_from_float32_than_the_modules_own(family
         ({"hidden_act": "gelu_pytorch_tanh"}, "no SiLU"),
     ],
 )
-def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(options, reason, dtype, tmp_path, caplog):
-    config = GraniteConfig(
-        vocab_size=512, hidden_size=192, intermediate_size=128, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        tie_word_embeddings=False, **options,
-    )  # fmt: skip
-    model = GraniteForCausalLM(config).eval()
-    widen(model)
-    model.to(dtype)
-    save_tiny(tmp_path / "model")  # for its tokenizer
-    model.save_pretrained(tmp_path / "model")
-    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(tmp_path / "model", **OPTIONS) as llm:
+def test_a_layer_of_the_same_parts_that_computes_something_else_runs_as_it_is(
+    options, reason, dtype, tmp_path, info_log
+):
+    model = wide("Granite", tmp_path, dtype, hidden_size=192, num_attention_heads=3, **options)
+    with LLM(tmp_path, **OPTIONS) as llm:
         assert num_fused(llm) == 0
         if dtype == torch.float32:  # in bfloat16 rounding chooses among tokens that are nearly as likely
             assert tokens(llm) == by_transformers(model)
-    assert any(reason in record.message for record in caplog.records)
+    assert reason in info_log.text
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("factor", [1.0, 0.995])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, factor, dtype, tmp_path, monkeypatch):
-    folder = save_tiny(tmp_path / "model", dtype=dtype)
+    folder = save_tiny(tmp_path, dtype=dtype)
     scale_part(monkeypatch, place, factor)
     with LLM(folder, **OPTIONS) as llm:
         assert num_fused(llm) == (2 if factor == 1.0 else 0)
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@LLAMAS_KIND
 def test_layers_of_bfloat16_are_fused_whatever_their_weights(family, tmp_path):
     for seed in range(2):
         folder = save_tiny(tmp_path / str(seed), family, seed=seed, num_layers=8, dtype=torch.bfloat16)
@@ -207,25 +214,16 @@ def test_layers_of_bfloat16_are_fused_whatever_their_weights(family, tmp_path):
 
 
 @pytest.mark.full
-def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_is(tmp_path, caplog):
+def test_a_layer_that_computes_something_else_far_from_the_beginning_runs_as_it_is(tmp_path, info_log):
     """Ministral3 scales queries by a function of the position that is 1 up to the original length."""
-    config = Ministral3Config(
-        vocab_size=512, hidden_size=256, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
-        pad_token_id=None, tie_word_embeddings=False, sliding_window=None,
-        rope_parameters={
-            "rope_type": "default", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
-            "llama_4_scaling_beta": 0.5,
-        },
-    )  # fmt: skip
-    model = Ministral3ForCausalLM(config).eval()
-    widen(model)
-    save_tiny(tmp_path / "model")
-    model.save_pretrained(tmp_path / "model")
-    with caplog.at_level(logging.INFO, logger="nanovllm"), LLM(tmp_path / "model", **OPTIONS) as llm:
+    scaled = {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | scaled
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    model = wide("Ministral3", tmp_path, sliding_window=None, rope_parameters=rope, **sizes)
+    with LLM(tmp_path, **OPTIONS) as llm:
         assert num_fused(llm) == 0
         assert tokens(llm) == by_transformers(model)
-    assert any("computes something else" in record.message for record in caplog.records)
+    assert "computes something else" in info_log.text
 
 
 @pytest.mark.parametrize("off", [0, 1])
@@ -256,15 +254,15 @@ def test_each_sequence_of_a_comparison_has_a_median_of_its_own(off, monkeypatch)
 )
 def test_layers_of_a_model_that_computes_something_beside_them_are_called_one_by_one(tmp_path, monkeypatch, forward):
     monkeypatch.setattr(LlamaModel, "forward", forward)
-    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+    with LLM(save_tiny(tmp_path), **OPTIONS) as llm:
         assert num_fused(llm) == 2 and not has_direct_pass(llm) and not runs_stack(llm)
         own = tokens(llm)
     check_greedy(tiny_model(), own)
 
 
-def check_greedy(model, answers, slack=0.0):
+def check_greedy(model, answers, slack=0.0, prompts=PROMPTS):
     """Each token of the answers has the largest logit of a dense pass, or at most the slack less."""
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         whole = torch.tensor([prompt + answer[:-1]])
         with torch.no_grad():
             logits = model(whole, position_ids=torch.arange(whole.shape[1])[None], use_cache=False).logits[0]
@@ -273,7 +271,7 @@ def check_greedy(model, answers, slack=0.0):
         assert bool((chosen >= logits.amax(1) - slack).all()), (chosen - logits.amax(1)).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("num_layers", [2, 5])
 def test_the_output_of_an_early_layer_stays_what_it_was_until_the_pass_ends(tmp_path, monkeypatch, num_layers, dtype):
     """Prompts in chunks of 48 tokens beside decodes.
@@ -282,7 +280,7 @@ def test_the_output_of_an_early_layer_stays_what_it_was_until_the_pass_ends(tmp_
     bfloat16 0.3 less.
     """
     monkeypatch.setattr(LlamaModel, "forward", computing(lambda hidden: hidden, after=lambda s: s[-1] + 2 * s[0]))
-    folder = save_tiny(tmp_path / "model", num_layers=num_layers, dtype=dtype)
+    folder = save_tiny(tmp_path, num_layers=num_layers, dtype=dtype)
     with LLM(folder, **OPTIONS, max_num_batched_tokens=48, max_num_seqs=8) as llm:
         assert num_fused(llm) == num_layers and not runs_stack(llm)
         own = tokens(llm)
@@ -299,14 +297,14 @@ def test_a_forward_pass_of_its_owners_runs_though_its_layers_are_stacked(tmp_pat
         return plain(self, inputs_embeds=embedded, **kwargs)
 
     monkeypatch.setattr(LlamaModel, "forward", forward)
-    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+    with LLM(save_tiny(tmp_path), **OPTIONS) as llm:
         assert runs_stack(llm) and not has_direct_pass(llm)
         assert tokens(llm) == by_transformers(tiny_model())
 
 
 def test_a_profile_that_begins_within_a_pass_changes_no_token(tmp_path, monkeypatch):
     flips = iter([False, True] * 1000)
-    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+    with LLM(save_tiny(tmp_path), **OPTIONS) as llm:
         expected = tokens(llm)
         stack_of = llm._engine.model_runner.binding.fused_layers[0].stack
         llm._engine.model_runner.binding.passes.direct = None  # so that every layer is asked
@@ -328,23 +326,18 @@ def test_a_profile_that_begins_within_a_pass_changes_no_token(tmp_path, monkeypa
 def test_positions_far_beyond_those_whose_angles_are_kept_have_theirs(tmp_path, monkeypatch, most):
     options = {"max_position_embeddings": 4096}
     prompts = random_prompts(2, low=1200, high=1300, seed=3)
-    with LLM(save_tiny(tmp_path / "model", **options), **OPTIONS | {"max_model_len": 2048}) as llm:
+    with LLM(save_tiny(tmp_path, **options), **OPTIONS | {"max_model_len": 2048}) as llm:
         direct = llm._engine.model_runner.binding.passes.direct
         assert direct._filled == {0, 3}  # of the comparison at both ends
-        monkeypatch.setattr(direct_pass, "_MOST_PIECES", most)
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        monkeypatch.setattr("nanovllm.fast.layers.direct_pass._MOST_PIECES", most)
+        own = token_ids(generate(llm, prompts, GREEDY))
         assert (2 in direct._filled) == (most == 64)
-    model = tiny_model(**options)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        answer = output.outputs[0].token_ids
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-        assert logits.argmax(-1).tolist() == answer
+    check_greedy(tiny_model(**options), own, prompts=prompts)
 
 
 def test_with_little_memory_each_layer_is_packed_again_and_freed_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("nanovllm.models.packed_linears.available_memory", lambda: 0)
-    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+    with LLM(save_tiny(tmp_path), **OPTIONS) as llm:
         assert num_fused(llm) == 2
         model = llm._engine.model_runner.binding.model
         assert all(p.numel() == 0 for name, p in model.named_parameters() if "_proj" in name)
@@ -352,25 +345,17 @@ def test_with_little_memory_each_layer_is_packed_again_and_freed_at_once(tmp_pat
 
 
 def test_logits_made_in_inference_mode_do_not_bind_later_calls_to_it(tmp_path):
-    params = SamplingParams(temperature=0.0, max_tokens=6, min_tokens=4, stop_token_ids=(3,))
-    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
+    params = greedy(6, min_tokens=4, stop_token_ids=(3,))
+    with LLM(save_tiny(tmp_path), **OPTIONS) as llm:
         with torch.inference_mode():
-            inside = llm.generate(PROMPTS, params, use_tqdm=False)
-        outside = llm.generate(PROMPTS, params, use_tqdm=False)
-        assert [o.outputs[0].token_ids for o in inside] == [o.outputs[0].token_ids for o in outside]
+            inside = generate(llm, PROMPTS, params)
+        assert token_ids(generate(llm, PROMPTS, params)) == token_ids(inside)
 
 
 def test_a_scaling_of_the_scores_that_is_not_the_usual_one_is_kept(tmp_path):
-    config = GraniteConfig(
-        vocab_size=512, hidden_size=192, intermediate_size=128, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-        tie_word_embeddings=False, attention_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=0.5,
-    )  # fmt: skip
-    model = GraniteForCausalLM(config).eval()
-    widen(model)
-    save_tiny(tmp_path / "model")
-    model.save_pretrained(tmp_path / "model")
-    with LLM(tmp_path / "model", **OPTIONS) as llm:
+    scales = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 0.5}
+    model = wide("Granite", tmp_path, hidden_size=192, num_attention_heads=3, **scales)
+    with LLM(tmp_path, **OPTIONS) as llm:
         assert num_fused(llm) == 2 and not has_direct_pass(llm)  # for the scale of its logits
         assert tokens(llm) == by_transformers(model)
 
@@ -380,18 +365,18 @@ def test_a_live_module_is_not_fused():
         assert num_fused(llm) == 0
 
 
-def test_eager_mode_and_other_backends_fuse_no_layers(tmp_path):
-    folder = save_tiny(tmp_path / "model")
-    for options in ({"enforce_eager": True}, {"attention_backend": "sdpa", "enforce_eager": True}):
-        with LLM(folder, **OPTIONS, **options) as llm:
-            assert num_fused(llm) == 0
-            assert tokens(llm) == by_transformers(tiny_model())
-
-
-def test_a_step_of_the_whole_budget_fits_the_workspace(tmp_path):
-    folder = save_tiny(tmp_path / "model")
-    with LLM(folder, max_num_batched_tokens=96, max_num_seqs=8, **OPTIONS) as llm:
-        assert num_fused(llm) == 2
+@pytest.mark.parametrize(
+    "options, count",
+    [
+        ({"enforce_eager": True}, 0),
+        ({"attention_backend": "sdpa", "enforce_eager": True}, 0),
+        ({"max_num_batched_tokens": 96, "max_num_seqs": 8}, 2),  # a step of the whole budget fits the workspace
+    ],
+    ids=str,
+)
+def test_eager_mode_and_other_backends_fuse_no_layers(tmp_path, options, count):
+    with LLM(save_tiny(tmp_path), **OPTIONS, **options) as llm:
+        assert num_fused(llm) == count
         assert tokens(llm) == by_transformers(tiny_model())
 
 
@@ -405,12 +390,10 @@ def test_the_tolerance_separates_a_missing_term_from_rounding(tmp_path):
 @pytest.mark.full
 def test_every_engine_has_memory_of_its_own(tmp_path):
     """Two engines of one shape in turn, step by step: neither writes where the other reads."""
-    folder = save_tiny(tmp_path / "model")
-    expected = by_transformers(tiny_model())
+    folder = save_tiny(tmp_path)
+    expected = by_transformers(tiny_model())[0]
     with LLM(folder, **OPTIONS) as one, LLM(folder, **OPTIONS) as other:
         streams = [llm.stream(PROMPTS[0], GREEDY) for llm in (one, other)]
-        answers = [None, None]
         for _ in range(12):
-            for number, stream in enumerate(streams):
-                answers[number] = next(stream).outputs[0].token_ids
-        assert answers == [expected[0], expected[0]]
+            answers = token_ids(next(stream) for stream in streams)
+        assert answers == [expected] * 2

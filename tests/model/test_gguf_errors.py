@@ -15,7 +15,7 @@ from nanovllm.models.gguf.config import generation_defaults
 from nanovllm.models.gguf.file import GGUFFile
 from nanovllm.models.gguf.tokenizer import build_tokenizer
 from nanovllm.models.quantised.blocks import QuantisedLinear
-from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_gguf import write_gguf, write_header
 from tests.support.tiny_models import tiny_model
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
@@ -93,20 +93,20 @@ def entry(name, dims, offset):
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, 0, offset)
 
 
-def key(name, kind, *values):
-    return text(name) + struct.pack("<I", kind) + b"".join(values)
+def key(name, kind, value):
+    return text(name) + struct.pack("<I", kind) + value
 
 
-_AN_ARRAY, _GIGABYTES = struct.pack("<IQ", 9, 1), struct.pack("<Q", 2 << 30)
+_AN_ARRAY = struct.pack("<IQ", 9, 1)
 
 
 @pytest.mark.parametrize(
-    ("options", "parts", "words"),
+    "options, parts, words",
     [
         ({"num_keys": 2}, [key("a", 9, _AN_ARRAY * 5000)], "an array of arrays"),
-        ({"num_keys": 2}, [key("a", 8, _GIGABYTES)], "2,147,483,648 bytes of one text"),
-        ({"num_keys": 2}, [key("a", 9, struct.pack("<I", 0), _GIGABYTES)], "2,147,483,648 items of an array"),
-        ({"num_keys": 2}, [key("a", 9, struct.pack("<I", 8), struct.pack("<Q", 1 << 27))], "134,217,728 items"),
+        ({"num_keys": 2}, [key("a", 8, struct.pack("<Q", 2 << 30))], "2,147,483,648 bytes of one text"),
+        ({"num_keys": 2}, [key("a", 9, struct.pack("<IQ", 0, 2 << 30))], "2,147,483,648 items of an array"),
+        ({"num_keys": 2}, [key("a", 9, struct.pack("<IQ", 8, 1 << 27))], "134,217,728 items"),
         ({"num_keys": 1 << 27}, [], "134,217,728 metadata"),
         ({"num_tensors": 1 << 27}, [], "134,217,728 tensors"),
         ({"num_tensors": 1}, [entry("t", [1] * 5, 0)], "5 dimensions of t"),
@@ -189,18 +189,12 @@ def test_a_part_of_a_split_file_is_missing_or_not_the_first(whole, tmp_path):
 
 
 def test_an_architecture_without_a_mapping_is_named(tmp_path):
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "mamba")
-    writer.add_token_list(["a"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    message = refusal(path, UnsupportedModelError)
+    message = refusal(write_header(tmp_path / "m.gguf", "mamba", token_list=["a"]), UnsupportedModelError)
     assert "'mamba'" in message and "llama" in message and "qwen3" in message
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "key, value",
     [
         ("expert_count", 8),
         ("attention.scale", 0.5),
@@ -228,7 +222,7 @@ def test_missing_metadata_and_tensors_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    "key, value, words",
     [
         ("block_count", 2**31, "of 2147483648 layers (block_count) it has 2"),
         ("attention.head_count_kv", 0, "attention.head_count_kv to 0"),
@@ -275,22 +269,15 @@ def test_a_file_without_a_tokenizer_is_refused_unless_one_is_passed(whole, tmp_p
 
 
 def test_a_tokenizer_whose_splitting_is_not_known_is_refused(tmp_path):
-    path = tmp_path / "m.gguf"
+    known = {"tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_list": ["a"]}
     for key, value in (("pre", "some-new-one"), ("model", "rwkv")):
-        writer = gguf.GGUFWriter(path, "llama")
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list(["a"])
-        writer.add_tokenizer_pre("gpt-2")
-        writer.kv_data[0][f"tokenizer.ggml.{key}"].value = value
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.close()
+        path = write_header(tmp_path / "m.gguf", **known | {f"tokenizer_{key}": value})
         with pytest.raises(UnsupportedModelError, match=f"tokenizer.ggml.{key} is '{value}'.*tokenizer="):
             build_tokenizer(GGUFFile(path))
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options, words",
     [
         ({"revision": "main"}, "is no hub model"),
         ({"trust_remote_code": True}, "a GGUF file has none"),

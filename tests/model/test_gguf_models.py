@@ -1,63 +1,35 @@
 """GGUF files: the greedy tokens and logits of `transformers` with the weights that `gguf` dequantises."""
 
-import logging
-
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.models.gguf.file import GGUFFile
 from nanovllm.models.gguf.weights import load_model, model_config
 from nanovllm.models.quantised.blocks import QuantisedEmbedding, QuantisedLinear
-from tests.support.tiny_gguf import write_gguf
+from tests.support.class_cases import own_answers
+from tests.support.cpu_answers import ON_A_CPU
+from tests.support.llms import generate, greedy, token_ids
+from tests.support.other_models import small
+from tests.support.tiny_gguf import finish, write_gguf
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, widen
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 256}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-FIELDS = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
+GREEDY = greedy(12, ignore_eos=True)
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 PHI3_FACTORS = {
     "short_factor": [1.0 + 0.01 * i for i in range(24)],
     "long_factor": [1.5 + 0.1 * i for i in range(24)],
 }
-# Architecture of the file: its class, config, and the keys that its metadata have beside those of all.
+# Architecture of the file: its family, fields of its config, and the metadata that it has beside those of all.
 MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}, {"rope.dimension_count": 64, "vocab_size": VOCAB_SIZE}),
+    "llama": ("Llama", {}, {"rope.dimension_count": 64, "vocab_size": VOCAB_SIZE}),
     "granite": (
-        GraniteForCausalLM,
-        GraniteConfig,
+        "Granite",
         {
             "embedding_multiplier": 3.0,
             "residual_multiplier": 0.5,
@@ -66,24 +38,21 @@ MODELS = {
         },
         {"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.2, "logit_scale": 4.0},
     ),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 128}, {}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen3": ("Qwen3", {"head_dim": 128}, {}),
     "qwen3moe": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
+        "Qwen3Moe",
         EXPERTS,
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64},
     ),
-    "gemma": (GemmaForCausalLM, GemmaConfig, {}, {}),
+    "gemma": ("Gemma", {}, {}),
     "gemma2": (
-        Gemma2ForCausalLM,
-        Gemma2Config,
+        "Gemma2",
         {"sliding_window": 8, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 20.0},
         {"attention.sliding_window": 8, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
+        "Gemma3Text",
         {
             "num_hidden_layers": 6,
             "sliding_window": 8,
@@ -96,8 +65,7 @@ MODELS = {
         {"attention.sliding_window": 8, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
     ),
     "phi3": (
-        Phi3ForCausalLM,
-        Phi3Config,
+        "Phi3",
         {
             "original_max_position_embeddings": 128,
             "rope_parameters": {
@@ -115,9 +83,9 @@ MODELS = {
 
 def make(architecture, **overrides):
     """A wide random module of the class."""
-    model_class, config_class, own, _ = MODELS[architecture]
+    family, own, _ = MODELS[architecture]
     torch.manual_seed(0)
-    model = model_class(config_class(**(FIELDS | own | overrides))).eval()
+    model = small(family, **(SIZES | own | overrides))
     widen(model)
     if architecture.startswith("gemma"):
         with torch.no_grad():
@@ -130,26 +98,14 @@ def make(architecture, **overrides):
 def written(tmp_path, architecture, kind="Q8_0", **options):
     """A file, and the module with its weights."""
     model = make(architecture, **options.pop("overrides", {}))
-    metadata = MODELS[architecture][3] | options.pop("metadata", {})
+    metadata = MODELS[architecture][2] | options.pop("metadata", {})
     path = tmp_path / f"{architecture}.gguf"
     return write_gguf(path, model, kind, architecture=architecture, metadata=metadata, **options), model
 
 
-def greedy_tokens(model, prompts, num_tokens=12):
-    """Of `transformers`, without a cache."""
-    answers = []
-    with torch.no_grad():
-        for prompt in prompts:
-            tokens = list(prompt)
-            for _ in range(num_tokens):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-            answers.append(tokens[len(prompt) :])
-    return answers
-
-
 def engine_tokens(path, prompts, **options):
     with LLM(path, **(OPTIONS | {"dtype": "float32"} | options)) as llm:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        return token_ids(generate(llm, prompts, GREEDY))
 
 
 @pytest.mark.costly
@@ -172,7 +128,7 @@ def test_logits_are_those_of_transformers_with_the_dequantised_weights(tmp_path,
 def test_greedy_tokens_of_a_float32_engine_equal_those_of_transformers(tmp_path, kind):
     path, reference = written(tmp_path, "llama", kind)
     prompts = random_prompts(5, high=40)
-    assert engine_tokens(path, prompts) == greedy_tokens(reference, prompts)
+    assert engine_tokens(path, prompts) == own_answers(reference, prompts, 12)
 
 
 @pytest.mark.costly
@@ -181,7 +137,7 @@ def test_greedy_tokens_of_other_architectures_and_of_mixed_types(tmp_path, archi
     kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "output.weight": "Q6_K"}  # as in Q4_K_M
     path, reference = written(tmp_path, architecture, "Q4_K", kinds=kinds)
     prompts = random_prompts(3, high=40)
-    assert engine_tokens(path, prompts) == greedy_tokens(reference, prompts)
+    assert engine_tokens(path, prompts) == own_answers(reference, prompts, 12)
 
 
 @pytest.mark.costly
@@ -193,13 +149,13 @@ def test_greedy_tokens_of_other_architectures_and_of_mixed_types(tmp_path, archi
         {"overlap": True},
         {"attention_backend": "sdpa"},
     ],
-    ids=["chunks", "preemption", "overlap", "sdpa"],
+    ids=str,
 )
 def test_scheduling_does_not_change_the_tokens(tmp_path, options):
     path, reference = written(tmp_path, "llama", "Q4_K", kinds={"attn_v": "Q6_K"})
     prompts = random_prompts(6, high=60)
     prompts[1][:32] = prompts[0][:32] = prompts[2][:32]  # a cached prefix
-    assert engine_tokens(path, prompts, **options) == greedy_tokens(reference, prompts)
+    assert engine_tokens(path, prompts, **options) == own_answers(reference, prompts, 12)
 
 
 def test_a_file_overwritten_in_place_changes_no_engine_that_is_there_and_lends_none_its_prefixes(tmp_path):
@@ -207,36 +163,32 @@ def test_a_file_overwritten_in_place_changes_no_engine_that_is_there_and_lends_n
     path, first = written(tmp_path, "llama")
     prompts = random_prompts(2, low=40, high=60)
     with LLM(path, **OPTIONS, dtype="float32") as before:
-
-        def tokens(llm):
-            return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
-
-        expected = greedy_tokens(first, prompts)
-        assert tokens(before) == expected
+        expected = own_answers(first, prompts, 12)
+        assert token_ids(generate(before, prompts, GREEDY)) == expected
         second = make("llama")
         widen(second, seed=1)
-        other = write_gguf(tmp_path / "other.gguf", second, "Q8_0", metadata=MODELS["llama"][3])
+        other = write_gguf(tmp_path / "other.gguf", second, "Q8_0", metadata=MODELS["llama"][2])
         path.write_bytes(other.read_bytes())
         with LLM(path, **OPTIONS, dtype="float32") as after:
             managers = [llm._engine.block_manager for llm in (before, after)]
             assert managers[0].hash_seed == managers[1].hash_seed
-            assert tokens(after) == greedy_tokens(second, prompts) != expected
+            assert token_ids(generate(after, prompts, GREEDY)) == own_answers(second, prompts, 12) != expected
             before.reset_prefix_cache()
-            assert tokens(before) == expected  # computed anew
+            assert token_ids(generate(before, prompts, GREEDY)) == expected  # computed anew
 
 
 @pytest.mark.costly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="blocks are kept on a CPU")
-@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
+@ON_A_CPU
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_a_head_of_an_odd_vocabulary_is_packed_like_any_other(tmp_path, caplog, is_tied):
     options = {"vocab_size": 517, "tie_word_embeddings": is_tied}
     path, reference = written(tmp_path, "qwen2", "Q8_0", overrides=options)
     prompts = random_prompts(3, high=40)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3, repetition_penalty=1.0001)
-    with caplog.at_level(logging.WARNING), LLM(path, **(OPTIONS | {"enforce_eager": False, "dtype": "float32"})) as llm:
+    params = greedy(12, ignore_eos=True, logprobs=3, repetition_penalty=1.0001)
+    with LLM(path, **(OPTIONS | {"enforce_eager": False, "dtype": "float32"})) as llm:
         assert llm._engine.model_runner.binding.model.get_output_embeddings().blocks.numel() == 0
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == greedy_tokens(reference, prompts)
+        outputs = generate(llm, prompts, params)
+    assert token_ids(outputs) == own_answers(reference, prompts, 12)
     assert "dequantises" not in caplog.text
     with torch.no_grad():
         exact = [reference(torch.tensor([prompt])).logits[0, -1].log_softmax(-1) for prompt in prompts]
@@ -258,17 +210,16 @@ def test_linear_layers_and_embedding_keep_their_blocks_and_a_tied_head_shares_th
     assert weights < 10_000  # norms and biases
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")])
+@pytest.mark.parametrize("kind, dtype", [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16")])
 def test_dtype_auto_is_the_type_of_the_files_matrices_and_bfloat16_for_blocks(tmp_path, kind, dtype):
     path, _ = written(tmp_path, "llama", kind)
     assert load_model(GGUFFile(path), None, keeps_blocks=True).dtype == getattr(torch, dtype)
 
 
-def test_experts_are_held_dequantised_and_a_line_says_so(tmp_path, caplog):
+def test_experts_are_held_dequantised_and_a_line_says_so(tmp_path, info_log):
     path, _ = written(tmp_path, "qwen3moe", "Q8_0")
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        load_model(GGUFFile(path), None, keeps_blocks=True)
-    assert "qwen3moe.gguf: tensors held dequantised: 6 of Q8_0" in caplog.text
+    load_model(GGUFFile(path), None, keeps_blocks=True)
+    assert "qwen3moe.gguf: tensors held dequantised: 6 of Q8_0" in info_log.text
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma"])
@@ -297,7 +248,7 @@ def test_factors_of_rotary_frequencies_are_those_of_llama_3_1(tmp_path):
     )
     assert (plain / scaled).max() > 7
     prompts = random_prompts(3, low=100, high=150)
-    assert engine_tokens(path, prompts) == greedy_tokens(reference, prompts)
+    assert engine_tokens(path, prompts) == own_answers(reference, prompts, 12)
 
 
 def test_yarn_is_read_from_the_metadata(tmp_path):
@@ -334,7 +285,7 @@ def test_a_split_file_is_read_whole(tmp_path):
         name: t.data.tobytes() for name, t in whole.tensors.items()
     }
     prompts = random_prompts(2, high=20)
-    assert engine_tokens(parts[0], prompts) == greedy_tokens(reference, prompts)
+    assert engine_tokens(parts[0], prompts) == own_answers(reference, prompts, 12)
 
 
 def split(path, count):
@@ -352,8 +303,5 @@ def split(path, count):
                     writer.add_key_value(key, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
         for tensor in reader.tensors[index::count]:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return parts

@@ -11,7 +11,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from nanovllm.models.gguf.config import generation_defaults
 from nanovllm.models.gguf.file import GGUFFile
 from nanovllm.models.gguf.tokenizer import build_tokenizer
-from tests.support.tiny_gguf import add_tokenizer
+from tests.support.tiny_gguf import add_tokenizer, finish, write_header
 from tests.support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, tiny_tokenizer
 
 TEXTS = (
@@ -25,17 +25,14 @@ TEXTS = (
 )
 
 
-def finish(writer):
-    writer.add_context_length(128)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-
-
 def byte_level(path, pre):
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
     add_tokenizer(writer, pre)
-    finish(writer)
+    return built(finish(writer))
+
+
+def built(path):
     return build_tokenizer(GGUFFile(path))
 
 
@@ -81,18 +78,12 @@ def test_qwens_splitting_is_that_of_its_own_tokenizer():
 
 
 def test_llama_3_begins_with_bos_and_takes_whole_words(tmp_path):
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
     tokens = ["<|begin_of_text|>", "<|eot_id|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġx", "yz", "xyz"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2))
-    writer.add_token_merges(["y z"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    finish(writer)
-    ours = build_tokenizer(GGUFFile(path))
+    types = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2)
+    ours = built(write_header(
+        tmp_path / "m.gguf", tokenizer_model="gpt2", tokenizer_pre="llama-bpe", token_list=tokens, token_types=types,
+        token_merges=["y z"], bos_token_id=0, eos_token_id=1,
+    ))  # fmt: skip
     assert ours.convert_ids_to_tokens(ours("xyz")["input_ids"]) == ["<|begin_of_text|>", "xyz"]  # not "x", "yz"
     assert ours.convert_ids_to_tokens(ours("xyz", add_special_tokens=False)["input_ids"]) == ["xyz"]
 
@@ -109,20 +100,12 @@ def sentencepiece(path, architecture, **flags):
     control = ["<unk>", "<s>", "</s>"]
     in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     kinds = gguf.TokenType
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*control, *in_bytes, *pieces])
-    writer.add_token_scores([0.0] * 259 + [-float(index) for index in range(len(pieces))])
-    writer.add_token_types(
-        [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, *[kinds.BYTE] * 256, *[kinds.NORMAL] * len(pieces)]
-    )
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    for name, value in flags.items():
-        writer.add_bool(f"tokenizer.ggml.{name}", value)
-    finish(writer)
-    return build_tokenizer(GGUFFile(path))
+    return built(write_header(
+        path, architecture, tokenizer_model="llama", token_list=[*control, *in_bytes, *pieces],
+        token_scores=[0.0] * 259 + [-float(index) for index in range(len(pieces))],
+        token_types=[kinds.UNKNOWN, *[kinds.CONTROL] * 2, *[kinds.BYTE] * 256, *[kinds.NORMAL] * len(pieces)],
+        unk_token_id=0, bos_token_id=1, eos_token_id=2, **flags,
+    ))  # fmt: skip
 
 
 @reads_files_rightly
@@ -146,24 +129,18 @@ def test_a_space_before_a_text_and_bos_follow_the_files_flags(tmp_path):
 
 
 def test_control_tokens_that_end_a_turn_and_sampling_options_are_read(tmp_path):
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_token_list(["a", "<|im_end|>", "<|endoftext|>", "<|im_start|>", "<|eot_id|>", "<end_of_turn>"])
     control = gguf.TokenType.CONTROL
     writer.add_token_types([gguf.TokenType.NORMAL, control, control, control, gguf.TokenType.NORMAL, control])
     writer.add_eos_token_id(2)
     writer.add_float32("general.sampling.temp", 0.5)
     writer.add_int32("general.sampling.top_k", 20)
-    finish(writer)
-    assert generation_defaults(GGUFFile(path)) == {"eos_token_id": [2, 1, 5], "temperature": 0.5, "top_k": 20}
+    assert generation_defaults(GGUFFile(finish(writer))) == {"eos_token_id": [2, 1, 5], "temperature": 0.5, "top_k": 20}
 
 
 def test_several_chat_templates_are_kept_by_name(tmp_path):
-    path = tmp_path / "m.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["a"])
-    writer.add_chat_template([{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}])
-    finish(writer)
-    assert build_tokenizer(GGUFFile(path)).chat_template == {"default": "one", "tool_use": "two"}
+    templates = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
+    fields = {"tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_list": ["a"], "chat_template": templates}
+    found = built(write_header(tmp_path / "m.gguf", **fields)).chat_template
+    assert found == {"default": "one", "tool_use": "two"}

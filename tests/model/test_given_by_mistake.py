@@ -32,7 +32,7 @@ TEXTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 def test_a_git_lfs_pointer_is_named(folder, name):
     (folder / name).write_bytes(POINTER)
     with pytest.raises(ModelLoadError, match=_pointer(name)):
-        LLM(str(folder), **SMALL)
+        LLM(folder, **SMALL)
 
 
 def _pointer(name):
@@ -44,7 +44,7 @@ def test_pointers_of_a_slow_tokenizer_are_named(folder, name):
     (folder / "tokenizer.json").unlink()
     (folder / name).write_bytes(POINTER)
     with pytest.raises(ModelLoadError, match=_pointer(name)):
-        LLM(str(folder), **SMALL)
+        LLM(folder, **SMALL)
     with pytest.raises(ModelLoadError, match=_pointer(name)):
         find_tokenizer(str(folder))
 
@@ -53,7 +53,7 @@ def test_pointers_of_a_slow_tokenizer_are_named(folder, name):
 def test_a_file_that_is_a_git_lfs_pointer_is_named(tmp_path, name):
     (tmp_path / name).write_bytes(POINTER)
     with pytest.raises(ModelLoadError, match=_pointer(name)):
-        LLM(str(tmp_path / name), **SMALL)
+        LLM(tmp_path / name, **SMALL)
     with pytest.raises(ModelLoadError, match=_pointer(name)):
         find_tokenizer(str(tmp_path / name))
 
@@ -61,18 +61,18 @@ def test_a_file_that_is_a_git_lfs_pointer_is_named(tmp_path, name):
 def test_pointers_that_nothing_reads_are_left_alone(folder):
     for name in ("pytorch_model.bin", "tokenizer.model", "picture.png", "README.md"):
         (folder / name).write_bytes(POINTER)
-    with LLM(str(folder), **SMALL) as llm:
+    with LLM(folder, **SMALL) as llm:
         assert llm.embed([1, 2, 3], use_tqdm=False)[0].embedding is not None
     for name in TEXTS:
         (folder / name).write_bytes(POINTER)
-    with LLM(str(folder), skip_tokenizer_init=True, **SMALL) as llm:
+    with LLM(folder, skip_tokenizer_init=True, **SMALL) as llm:
         assert llm.embed([1, 2, 3], use_tqdm=False)[0].embedding is not None
 
 
 def test_a_chat_template_given_as_a_pointer_is_named(folder, tmp_path):
     (tmp_path / "own.jinja").write_bytes(POINTER)
     with pytest.raises(ValueError, match=_pointer("own.jinja',")):
-        LLM(str(folder), chat_template=str(tmp_path / "own.jinja"), **SMALL)
+        LLM(folder, chat_template=str(tmp_path / "own.jinja"), **SMALL)
 
 
 @pytest.mark.parametrize("has_config", [False, True])
@@ -82,7 +82,7 @@ def test_the_folder_of_an_adapter_is_named_with_its_model(folder, has_config):
     if not has_config:
         (folder / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"holds an adapter .* of the model 'org/base', not a model. Merge it"):
-        LLM(str(folder), **SMALL)
+        LLM(folder, **SMALL)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both(folder):
@@ -92,7 +92,7 @@ def test_a_tensor_of_another_shape_is_named_with_both(folder):
     tensors[name] = tensors[name][:-3].clone()
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ModelLoadError, match=rf"{name} has the shape \[\d+, \d+\] in the file and \[\d+, \d+\] by"):
-        LLM(str(folder), **SMALL)
+        LLM(folder, **SMALL)
 
 
 @pytest.mark.parametrize("metadata", [

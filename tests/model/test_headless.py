@@ -5,26 +5,18 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    BertConfig,
-    BertModel,
-    Gemma3TextConfig,
-    Gemma3TextModel,
-    OPTConfig,
-    OPTModel,
-)
+from transformers import AutoModel
 
 from nanovllm import LLM, BeamSearchParams, EmbeddingParams, SamplingParams
 from nanovllm.errors import UnsupportedModelError
-from nanovllm.fast.gpu import rehearsal
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
 from tests.support import async_llms
 from tests.support.async_llms import bounded
-from tests.support.llms import assert_idle_and_whole
+from tests.support.llms import assert_idle_and_whole, generate, greedy, token_ids
+from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
-from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import VOCAB_SIZE, edit_json, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 SMALL = {"max_model_len": 256, "num_kv_blocks": 65, "block_size": 16}
 PROMPTS = random_prompts(4, low=1, high=90)
@@ -46,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(str(folder), **SMALL) as llm:
+    with LLM(folder, **SMALL) as llm:
         yield llm
 
 
@@ -61,13 +53,13 @@ def assert_embeds(llm, model, *, atol=1e-4):
         np.testing.assert_allclose(output.embedding, expected, atol=atol)
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "llama"])
-@pytest.mark.parametrize("is_eager", [False, True], ids=["default", "eager"])
+@pytest.mark.parametrize("is_eager", [False, True])
 def test_it_embeds_as_automodel_and_generates_nothing(tmp_path, family, is_tied, is_eager, caplog):
     save_base(tmp_path, family, tie_word_embeddings=is_tied)
     model = AutoModel.from_pretrained(tmp_path)
-    with caplog.at_level("WARNING", logger="nanovllm"), LLM(tmp_path, enforce_eager=is_eager, **SMALL) as llm:
+    with LLM(tmp_path, enforce_eager=is_eager, **SMALL) as llm:
         assert_embeds(llm, model)
         with pytest.raises(ValueError, match=f"{type(model).__name__} has no language model head"):
             llm.generate(PROMPTS[0])
@@ -86,12 +78,10 @@ def test_no_memory_is_taken_for_a_head(folder):
 def test_a_base_class_with_the_weights_of_a_head_generates(tmp_path):
     save_tiny(tmp_path, "mistral")
     with LLM(tmp_path, **SMALL) as llm:
-        expected = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["MistralModel"]}))
+        expected = token_ids(generate(llm, PROMPTS, greedy(4)))
+    edit_json(tmp_path / "config.json", architectures=["MistralModel"])
     with LLM(tmp_path, **SMALL) as llm:
-        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
-    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
+        assert token_ids(generate(llm, PROMPTS, greedy(4))) == expected
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -126,9 +116,9 @@ def test_scores_are_cosines_of_embeddings(llm):
 
 
 @bounded
-async def test_an_idle_engine_touches_no_head(folder, monkeypatch, caplog):
-    monkeypatch.setattr(rehearsal, "DEVICES", {"cpu"})
-    with LLM(folder, **SMALL) as llm, caplog.at_level("INFO", logger="nanovllm"):
+async def test_an_idle_engine_touches_no_head(folder, monkeypatch, info_log):
+    monkeypatch.setattr("nanovllm.fast.gpu.rehearsal.DEVICES", {"cpu"})
+    with LLM(folder, **SMALL) as llm:
         engine = llm._engine
         while engine.use_idle_time(captures=True):
             pass
@@ -142,14 +132,14 @@ async def test_an_idle_engine_touches_no_head(folder, monkeypatch, caplog):
         assert (await served.score("a", "b", method="auto"))[0].score is not None
         await async_llms.assert_idle_and_whole(served)
     assert output.embedding is not None
-    assert "failed" not in caplog.text
+    assert "failed" not in info_log.text
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"prefix_cache_dir": "cache"}],
-    ids=["ranks", "replicas", "files of prefixes"],
+    ids=str,
 )
 def test_it_embeds_in_other_forms_of_the_engine(folder, tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)
@@ -160,13 +150,13 @@ def test_it_embeds_in_other_forms_of_the_engine(folder, tmp_path, monkeypatch, o
 
 
 def test_quantised_weights_embed_nearly_the_same(folder):
-    with LLM(str(folder), quantization="int8", **SMALL) as llm:
+    with LLM(folder, quantization="int8", **SMALL) as llm:
         outputs = llm.embed(PROMPTS, use_tqdm=False)
     for output, expected in zip(outputs, last_states(AutoModel.from_pretrained(folder)), strict=True):
         assert output.embedding @ expected / np.linalg.norm(expected) > 0.99
 
 
-@pytest.mark.parametrize("is_part", [False, True], ids=["loaded", "part of a causal model"])
+@pytest.mark.parametrize("is_part", [False, True])
 def test_a_live_base_embeds_and_stays_its_owners(is_part):
     causal = tiny_model("mistral")
     base = causal.model if is_part else AutoModel.from_config(causal.config).eval()
@@ -183,7 +173,7 @@ def test_a_live_base_embeds_and_stays_its_owners(is_part):
 
 def test_drafts_are_refused(folder):
     with pytest.raises(ValueError, match=r"speculation is 'suffix', but MistralModel has no .* Leave speculation out"):
-        LLM(str(folder), speculation="suffix", **SMALL)
+        LLM(folder, speculation="suffix", **SMALL)
     with pytest.raises(ValueError, match=r"draft_model is .* it has no language model head, so it drafts nothing"):
         LLM(tiny_model(), tokenizer=tiny_tokenizer(), speculation="draft", draft_model=str(folder), **SMALL)
 
@@ -209,28 +199,26 @@ def test_another_pooling_than_that_of_the_last_token_is_refused(tmp_path, name):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 256} | pooling))
     if name.startswith("last"):
-        with LLM(str(tmp_path), enforce_eager=True, **SMALL) as llm:
+        with LLM(tmp_path, enforce_eager=True, **SMALL) as llm:
             assert_embeds(llm, AutoModel.from_pretrained(tmp_path))
         return
     with pytest.raises(UnsupportedModelError, match=r"MistralModel of .* embeds otherwise than by the last token's"):
-        LLM(str(tmp_path), enforce_eager=True, **SMALL)
+        LLM(tmp_path, enforce_eager=True, **SMALL)
 
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "ffn_dim": 64}  # fmt: skip
 OTHERS = {
-    "both directions": (Gemma3TextModel, Gemma3TextConfig, {"use_bidirectional_attention": True}, "in both directions"),
-    "encoder": (BertModel, BertConfig, {}, "BertModel.* has no language model head"),
-    "parts": (OPTModel, OPTConfig, {"num_key_value_heads": None}, "OPTModel has no head, and OPTForCausalLM does not"),
+    "both directions": ("Gemma3Text", {"use_bidirectional_attention": True, "head_dim": 16}, "in both directions"),
+    "encoder": ("Bert", {}, "BertModel.* has no language model head"),
+    "parts": ("OPT", {"ffn_dim": 64}, "OPTModel has no head, and OPTForCausalLM does not"),
 }
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("is_live", [False, True], ids=["saved", "live"])
+@pytest.mark.parametrize("is_live", [False, True])
 @pytest.mark.parametrize("name", OTHERS)
 def test_bases_that_are_no_causal_decoders_are_refused(tmp_path, name, is_live):
-    model_class, config_class, options, message = OTHERS[name]
-    model = model_class(config_class(**(SIZES | options))).eval()
+    family, options, message = OTHERS[name]
+    model = small(family, model_class=f"{family}Model", **options)
     model.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=message):
         LLM(model if is_live else str(tmp_path), skip_tokenizer_init=not is_live, max_model_len=64, block_size=16)

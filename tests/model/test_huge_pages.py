@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from nanovllm import LLM
-from nanovllm.fast.host import memory as host_memory
 from nanovllm.fast.host.memory import HugePages
 from nanovllm.fast.kernels.packed_product import PackedProduct, pack, packed_bytes
-from tests.support.tiny_models import save_tiny
+from tests.support.tiny_models import DTYPES, save_tiny
 
 HUGE_PAGE = 2**21
 
@@ -39,7 +38,7 @@ def test_tensors_outlive_their_memory_object():
     assert tensor.eq(5).all() and all(other.eq(1).all() for other in others)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 def test_a_product_packs_into_the_memory_that_it_is_given(dtype):
     linears = [nn.Linear(256, 2048, dtype=dtype) for _ in range(2)]
     memory = HugePages(packed_bytes(linears))
@@ -58,8 +57,8 @@ def test_memory_serves_others_when_its_tensors_are_forgotten():
 
 
 def test_a_models_packed_weights_lie_one_behind_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_memory, "HUGE_PAGE_BYTES", 1)
-    folder = save_tiny(tmp_path / "model")
+    monkeypatch.setattr("nanovllm.fast.host.memory.HUGE_PAGE_BYTES", 1)
+    folder = save_tiny(tmp_path)
     with LLM(folder, attention_backend="cpp", block_size=16, num_kv_blocks=9, max_model_len=64) as llm:
         binding = llm._engine.model_runner.binding
         products = [product for layer in binding.fused_layers for product in layer._keep[1]]

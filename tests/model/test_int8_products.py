@@ -6,16 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.fast.kernels.cpp import load_kernels
 from nanovllm.fast.kernels.packed_product import PackedProduct
 from nanovllm.fast.kernels.processor_classes import processor_flags, targets
 from nanovllm.models.packed_linears import PackedHead, PackedLinear
 from nanovllm.models.quantised.blocks import QuantisedLinear
-from tests.support.quantised import random_blocks
+from tests.support.cpu_answers import ON_A_CPU
+from tests.support.llms import generate, greedy
+from tests.support.quantised import exact_product, random_blocks
 from tests.support.tiny_models import random_prompts, save_tiny
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are the CPU's own")
+pytestmark = ON_A_CPU
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +47,9 @@ def numbers_of_rows(num_threads):
     return range(1, 71) if num_threads == 1 else (1, 4, 5, 16, 17, 33, 47, 70)
 
 
-def exact(quantised, rows):
-    product = rows.double() @ quantised.dequantise().double().T
-    return product if quantised.bias is None else product + quantised.bias.double()
-
-
 def check(own, quantised, rows):
     sizes = rows.double().norm(dim=1, keepdim=True) * quantised.dequantise().double().norm(dim=1)
-    assert ((own.double() - exact(quantised, rows)).abs() <= 3e-4 * sizes + 1e-6).all()
+    assert ((own.double() - exact_product(quantised, rows)).abs() <= 3e-4 * sizes + 1e-6).all()
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -93,7 +90,7 @@ def test_sums_of_the_deepest_weights_do_not_overflow(depth, kernels):
     for size in (1.0, -1.0, 127.9 / 128):
         rows = torch.full((6, depth), size).bfloat16()
         rows[:, 0] = 1.0
-        expected = exact(QuantisedLinear("int8", blocks, dtype=torch.bfloat16), rows)
+        expected = exact_product(QuantisedLinear("int8", blocks, dtype=torch.bfloat16), rows)
         for some in (rows[:2], rows):
             torch.testing.assert_close(head(some).double(), expected[: len(some)], rtol=1e-4, atol=0)
 
@@ -137,26 +134,15 @@ def test_engines_of_several_threads_keep_their_rows_apart(kernels):
 def test_greedy_tokens_do_not_depend_on_the_number_of_requests(tmp_path, kernels):
     """Fused layers and head; log-probabilities have the same bits too."""
     shape = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
-    folder = save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16, **shape)
+    folder = save_tiny(tmp_path, "qwen2", dtype=torch.bfloat16, **shape)
     prompts = random_prompts(18, low=1, high=60, seed=5)
-    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
-    with LLM(str(folder), quantization="int8", num_kv_blocks=200, block_size=16, max_num_seqs=32) as llm:
+    params = greedy(12, ignore_eos=True, logprobs=1)
+    with LLM(folder, quantization="int8", num_kv_blocks=200, block_size=16, max_num_seqs=32) as llm:
         assert len(llm._engine.model_runner.binding.fused_layers) == 2
-        alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+        alone = [generate(llm, [prompt], params)[0].outputs[0] for prompt in prompts]
         llm.reset_prefix_cache()
-        together = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        together = [output.outputs[0] for output in generate(llm, prompts, params)]
     for one, other in zip(alone, together, strict=True):
         if has_integer_tiles(kernels):
             assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
         assert len(one.token_ids) == len(other.token_ids) == 12
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("tied", [True, False])
-def test_steps_of_chunks_alone_ask_the_head_for_no_rows(tmp_path, tied):
-    folder = save_tiny(tmp_path / "model", "llama", dtype=torch.bfloat16, hidden_size=192, tie_word_embeddings=tied)
-    prompt, params = random_prompts(1, low=100, high=100, seed=6), SamplingParams(temperature=0.0, max_tokens=4)
-    sizes = {"num_kv_blocks": 40, "block_size": 16, "quantization": "int8"}
-    with LLM(str(folder), max_num_batched_tokens=32, **sizes) as chunked, LLM(str(folder), **sizes) as whole:
-        outputs = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0] for llm in (chunked, whole)]
-    assert len(outputs[0].token_ids) == len(outputs[1].token_ids) == 4

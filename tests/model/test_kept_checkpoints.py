@@ -1,19 +1,17 @@
 """Quantised checkpoints whose weights stay quantised: the library's dequantised weights bit for bit, and its tokens."""
 
 import json
-import logging
 from collections import Counter
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM
 from nanovllm.errors import ModelLoadError
@@ -23,13 +21,23 @@ from nanovllm.models.experts import KEPT_EXPERTS
 from nanovllm.models.limits import check_stored_limits
 from nanovllm.models.quantised.blocks import QuantisedLinear, SortedLinear
 from nanovllm.models.quantised.kept_experts import KeptExperts
-from nanovllm.models.quantised.rows import RowFormat
 from tests.support import quantised_checkpoints
-from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
+from tests.support.cpu_answers import ON_A_CPU, OPTIONS, by_transformers, tokens
 from tests.support.packed_columns import FORMS, save_columns
-from tests.support.quantised_checkpoints import LLAMA_FORMS, rewrite, save_mxfp4, save_quantised, small_llama, small_moe
+from tests.support.quantised_checkpoints import (
+    LLAMA_FORMS,
+    as_modelopt,
+    by_library,
+    by_producer,
+    decompressed,
+    rewrite,
+    save_mxfp4,
+    save_quantised,
+    small_llama,
+    small_moe,
+)
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="weights are kept quantised on a CPU alone")
+pytestmark = ON_A_CPU
 CPU = torch.device("cpu")
 
 
@@ -37,20 +45,40 @@ def load(folder, **options):
     return loader.load_module(str(folder), EngineConfig(**({"dtype": "bfloat16"} | options)), CPU)
 
 
-def by_library(folder, dtype=torch.bfloat16):
-    """The model that `transformers` dequantises."""
-    config = AutoConfig.from_pretrained(folder)
-    config.quantization_config["dequantize"] = True
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).eval()
+def open_llm(folder, **options):
+    return LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS, **options)
 
 
-def dequantised(folder):
-    """A model of `transformers` with the weights of the kept ones, in float32."""
-    model = by_library(folder, torch.float32)
-    for name, module in linears(load(folder, dtype="float32")).items():
-        if isinstance(module, QuantisedLinear):
-            model.get_submodule(name).weight.data = module.dequantise()
+def with_kept_weights(model, folder):
+    """A model of `transformers` in float32 with the weights that are kept of a folder."""
+    own = load(folder, dtype="float32")
+    for name, weight in parts_of(own):
+        model.get_submodule(name).weight.data = weight
+    for name, module in experts_of(own).items():
+        plain, kept = model.get_submodule(name), vars(module)[KEPT_EXPERTS]
+        for projection, product in (("gate_up_proj", kept._up), ("down_proj", kept._down)):
+            weight = torch.stack([linear.dequantise() for linear in product.linears])
+            getattr(plain, projection).data = weight.transpose(1, 2).contiguous() if plain.is_transposed else weight
     return model
+
+
+def parts_of(model):
+    """Quantised layers by the path of the plain one, with their weights in the order of its inputs."""
+    for name, module in model.named_modules():
+        if isinstance(module, SortedLinear):
+            weight = torch.empty(module.linear.out_features, module.linear.in_features)
+            weight[:, module.order] = module.linear.dequantise()
+            yield name, weight
+        elif isinstance(module, QuantisedLinear) and not name.endswith(".linear"):
+            yield name, module.dequantise()
+
+
+def experts_of(model):
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module.__dict__.get(KEPT_EXPERTS), KeptExperts)
+    }
 
 
 def linears(model):
@@ -66,11 +94,8 @@ def with_scales_in(folder, dtype):
     """The scales' dtype in files is usually the model's."""
 
     def cast(name, value):
-        is_scale = name.endswith(("weight_scale", "weight_scale_inv")) and value.dtype in (
-            torch.float32,
-            torch.bfloat16,
-        )
-        return {name: value.to(dtype) if is_scale else value}
+        is_scale = name.endswith(("weight_scale", "weight_scale_inv"))
+        return {name: value.to(dtype) if is_scale and value.dtype in (torch.float32, torch.bfloat16) else value}
 
     rewrite(folder, cast, settings_of(folder))
     return folder
@@ -82,7 +107,7 @@ def with_scales_in(folder, dtype):
 def test_each_weight_is_bit_for_bit_what_the_library_dequantises(form, dtype, tmp_path):
     """compressed-tensors rounds to the dtype of the scales, of 4-bit floats to bfloat16; the library does not round."""
     folder = with_scales_in(save_quantised(tmp_path, form), dtype)
-    expected = linears(by_library(folder, torch.float32))
+    expected = linears(by_library(folder))
     kept = linears(load(folder))
     rounded = torch.float32 if form.startswith("fp8") else torch.bfloat16 if "fp4" in form else dtype
     assert kept.keys() == expected.keys()
@@ -98,8 +123,8 @@ def test_each_weight_is_bit_for_bit_what_the_library_dequantises(form, dtype, tm
 @pytest.mark.parametrize("form", LLAMA_FORMS)
 def test_float32_tokens_are_those_of_the_library_on_the_dequantised_weights(form, tmp_path):
     folder = save_quantised(tmp_path, form)
-    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS) as llm:
-        assert tokens(llm) == by_transformers(dequantised(folder))
+    with open_llm(folder) as llm:
+        assert tokens(llm) == by_transformers(with_kept_weights(by_library(folder), folder))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -168,8 +193,8 @@ def test_biases_and_a_tied_head_stay(tmp_path):
     for name in ("q_proj", "v_proj"):
         bias = getattr(own.model.layers[0].self_attn, name).bias
         assert torch.equal(bias, getattr(model.model.layers[0].self_attn, name).bias)
-    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS) as llm:
-        assert tokens(llm) == by_transformers(by_library(folder, torch.float32))
+    with open_llm(folder) as llm:
+        assert tokens(llm) == by_transformers(by_library(folder))
 
 
 def broken(folder, name, change):
@@ -183,32 +208,20 @@ def broken(folder, name, change):
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-def test_widths_without_a_kernel_are_dequantised_one_by_one_and_one_line_says_so(tmp_path, caplog, monkeypatch):
+def test_widths_without_a_kernel_are_dequantised_one_by_one_and_one_line_says_so(tmp_path, info_log, monkeypatch):
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
     monkeypatch.setitem(quantised_checkpoints._COMPRESSED, "groups of 16", ({"weights": weights}, "pack-quantized"))
     folder = save_mixed(tmp_path, "groups of 16")
-    expected = linears(by_library(save_quantised(tmp_path / "whole", "groups of 16")))
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        own = linears(load(folder))
+    expected = linears(by_library(save_quantised(tmp_path / "whole", "groups of 16"), torch.bfloat16))
+    own = linears(load(folder))
     for name, module in own.items():
         assert isinstance(module, QuantisedLinear) == name.endswith(("q_proj", "k_proj", "o_proj")), name
         assert "mlp" not in name or torch.equal(module.weight, expected[name].weight), name
-    lines = [record.message for record in caplog.records if "dequantised" in record.message]
+    lines = [record.message for record in info_log.records if "dequantised" in record.message]
     assert lines == ["6 quantised weights are held dequantised: no kernel multiplies uint4 in runs of 16"]
 
 
 # ------------------------------------------------------------------------------------------------------ GPTQ and AWQ
-
-
-def parts_of(model):
-    """Quantised layers by the path of the plain one, with their weights in the order of its inputs."""
-    for name, module in model.named_modules():
-        if isinstance(module, SortedLinear):
-            weight = torch.empty(module.linear.out_features, module.linear.in_features)
-            weight[:, module.order] = module.linear.dequantise()
-            yield name, weight
-        elif isinstance(module, QuantisedLinear) and not name.endswith(".linear"):
-            yield name, module.dequantise()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -232,29 +245,18 @@ def test_the_converter_of_compressed_tensors_reads_the_same_awq_weights(tmp_path
         assert torch.equal((codes.half() - spread[1].half()) * spread[0], weight), name
 
 
-@pytest.mark.parametrize("option, level", [(None, "WARNING"), ("dequantize", "INFO")])
-def test_gptq_where_nothing_is_kept_is_dequantised_and_its_bytes_are_said(option, level, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(RowFormat, "has_kernel", False)
-    folder, _ = save_columns(tmp_path, "gptq")
-    caplog.set_level(logging.INFO, logger="nanovllm")
-    load(folder, quantization=option)
-    (said,) = [record for record in caplog.records if "are dequantised" in record.message]
-    assert said.levelname == level and "(gptq, 4 bits) are dequantised: 0.00 GB stored" in said.message
-
-
 @pytest.mark.costly
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_of_gptq_and_awq_are_those_of_the_dequantised_weights(form, tmp_path):
     """With act-order the layers are not fused, but packed one by one."""
     folder, _ = save_columns(tmp_path / "packed", form)
-    small_llama().save_pretrained(tmp_path / "plain")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
-    for name, weight in parts_of(load(folder, dtype="float32")):
-        plain.get_submodule(name).weight.data = weight
-    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **OPTIONS) as llm:
+    with open_llm(folder) as llm:
         model = llm._engine.model_runner.binding.model
         assert not any(module.blocks.numel() for module in model.modules() if isinstance(module, QuantisedLinear))
-        assert tokens(llm) == by_transformers(plain)
+        found = tokens(llm)
+    small_llama().save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    assert found == by_transformers(with_kept_weights(plain, folder))
 
 
 BROKEN_COLUMNS = {
@@ -288,60 +290,27 @@ def save_moe(folder, form):
     return save_mxfp4(folder) if form == "mxfp4" else save_quantised(folder, form, small_moe())
 
 
-def by_reference(folder, form, dtype=torch.bfloat16):
+def by_reference(folder, form, dtype=torch.float32):
     """The model that `transformers` dequantises, or of the weights that compressed-tensors does."""
-    if form not in BY_PRODUCER:
-        return by_library(folder, dtype)
-    scheme, _ = quantised_checkpoints.settings_of(form)
-    modules = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        modules.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = tensor
-    compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    weights = {
-        f"{module}.weight": (compressor.decompress(parts, scheme) if len(parts) > 1 else parts)["weight"]
-        for module, parts in modules.items()
-    }
-    plain = folder.parent / "plain"
-    small_moe().save_pretrained(plain)
-    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).eval()
-
-
-def experts_of(model):
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module.__dict__.get(KEPT_EXPERTS), KeptExperts)
-    }
-
-
-def with_kept_weights(folder, form, own):
-    """A model of `transformers` in float32 with the weights of the kept ones."""
-    model = by_reference(folder, form, torch.float32)
-    for name, weight in parts_of(own):
-        model.get_submodule(name).weight.data = weight
-    for name, module in experts_of(own).items():
-        plain, kept = model.get_submodule(name), vars(module)[KEPT_EXPERTS]
-        for projection, product in (("gate_up_proj", kept._up), ("down_proj", kept._down)):
-            weight = torch.stack([linear.dequantise() for linear in product.linears])
-            getattr(plain, projection).data = weight.transpose(1, 2).contiguous() if plain.is_transposed else weight
-    return model
+    if form in BY_PRODUCER:
+        return by_producer(folder.parent / "plain", form, small_moe(), dtype)
+    return by_library(folder, dtype)
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("form", MOE_FORMS)
 def test_experts_stay_quantised_and_are_those_of_the_library(form, tmp_path):
     folder = save_moe(tmp_path / "quantised", form)
-    own, library = load(folder), by_reference(folder, form)
+    own, library = load(folder), by_reference(folder, form, torch.bfloat16)
     assert len(experts_of(own)) == 2
     stored = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     resident = sum(tensor.nbytes for tensor in [*own.parameters(), *own.buffers()])
     assert resident <= 1.05 * stored
-    exact = with_kept_weights(folder, form, own)
+    exact = with_kept_weights(by_reference(folder, form), folder)
     for name, parameter in library.named_parameters():
         assert torch.equal(exact.get_parameter(name).to(parameter.dtype), parameter), name
     plain = load(folder, quantization="int8")  # dequantised first; experts are not quantised on load
-    for name, _ in experts_of(own).items():
+    for name in experts_of(own):
         expected = library.get_submodule(name).down_proj.bfloat16()
         assert torch.equal(plain.get_submodule(name).down_proj, expected), name
 
@@ -353,32 +322,27 @@ def test_tokens_of_experts_are_those_of_the_dequantised_weights(form, eager, tmp
     """Packed, and dequantised expert by expert where there are no kernels."""
     folder = save_moe(tmp_path / "quantised", form)
     with (
-        caplog.at_level(logging.WARNING, logger="nanovllm"),
-        LLM(str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=eager, **OPTIONS) as llm,
+        open_llm(folder, enforce_eager=eager) as llm,
     ):
-        assert any("each step dequantises them" in each.message for each in caplog.records) == eager
+        assert ("each step dequantises them" in caplog.text) == eager
         assert loader.identity_of("a", llm.config, llm._engine.model_runner.binding.model) == "a:kept"
         found = experts_of(llm._engine.model_runner.binding.model)
         assert [module.down_proj.numel() == 0 for module in found.values()] == [not eager] * 2
-        assert tokens(llm) == by_transformers(with_kept_weights(folder, form, load(folder, dtype="float32")))
+        assert tokens(llm) == by_transformers(with_kept_weights(by_reference(folder, form), folder))
 
 
 @pytest.mark.parametrize("name", ["up_proj", "experts.2.up"])
-def test_experts_beside_plain_ones_are_held_dequantised(name, tmp_path, caplog):
+def test_experts_beside_plain_ones_are_held_dequantised(name, tmp_path, info_log):
     folder = save_quantised(tmp_path, "ct-fp8-channel", small_moe(), is_quantised=lambda module: name not in module)
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        own = load(folder)
+    own = load(folder)
     reason = "they are no linear layers, or joined otherwise than by rows of one format"
-    assert not experts_of(own) and any(reason in each.message for each in caplog.records)
+    assert not experts_of(own) and reason in info_log.text
     scheme, _ = quantised_checkpoints.settings_of("ct-fp8-channel")
     stored = load_file(folder / "model.safetensors")
     for number in range(4):
         module = f"model.layers.0.mlp.experts.{number}.up_proj"
-        parts = {
-            part: stored[f"{module}.{part}"] for part in ("weight", "weight_scale") if f"{module}.{part}" in stored
-        }
-        compressor = BaseCompressor.get_value_from_registry(scheme.format)
-        wanted = compressor.decompress(parts, scheme)["weight"] if len(parts) > 1 else parts["weight"]
+        parts = {key.rpartition(".")[2]: value for key, value in stored.items() if key.startswith(module)}
+        wanted = decompressed(parts, scheme) if len(parts) > 1 else parts["weight"]
         found = own.model.layers[0].mlp.experts.gate_up_proj[number].chunk(2)[1]
         assert torch.equal(found, wanted.bfloat16())
 
@@ -412,18 +376,12 @@ def test_experts_of_a_layer_in_one_tensor_are_kept_or_dequantised(dtype, tmp_pat
 def test_nvfp4_whose_global_scale_is_no_reciprocal_is_read_so(tmp_path):
     """modelopt's convention: one that takes the two for each other would be wrong by the square of the scale."""
     folder = save_quantised(tmp_path, "ct-nvfp4", small_llama(num_layers=1))
-    ends = {"weight_packed": "weight", "weight_scale": "weight_scale", "weight_global_scale": "weight_scale_2"}
-
-    def renamed(name, value):
-        module, _, suffix = name.rpartition(".")
-        return {f"{module}.{ends.get(suffix, suffix)}": 1 / value if suffix == "weight_global_scale" else value}
-
     reciprocal = linears(load(folder))
-    rewrite(folder, renamed, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    as_modelopt(folder)
     stored = load_file(folder / "model.safetensors")
     for name, module in linears(load(folder)).items():
         if isinstance(module, QuantisedLinear):
-            codes, scale, whole = (stored[f"{name}.{suffix}"] for suffix in ends.values())
+            codes, scale, whole = (stored[f"{name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
             numbers = unpack_fp4_from_uint8(codes, len(codes), 2 * codes.shape[1], dtype=torch.float32)
             expected = numbers.unflatten(1, (-1, 16)) * (scale.float() * whole)[..., None]
             assert torch.equal(module.dequantise(), expected.flatten(1)), name
@@ -455,7 +413,7 @@ def test_fp8_checkpoints_hold_4_bit_floats_as_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "suffix", "change", "message"),
+    "form, suffix, change, message",
     [
         ("ct-fp8-channel", "weight", lambda weight: weight.view(torch.uint8) | 127, "values that are no numbers"),
         ("ct-mxfp4", "weight_scale", lambda scale: scale | 255, "the exponent 255, which is no number"),

@@ -5,17 +5,17 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.quantised.blocks import QuantisedLinear
-from tests.support.cpu_answers import GREEDY, OPTIONS, PROMPTS, tokens
-from tests.support.llms import check_engine
+from tests.support.cpu_answers import GREEDY, ON_A_CPU, OPTIONS, PROMPTS, tokens
+from tests.support.llms import check_engine, generate, token_ids
 from tests.support.quantised_checkpoints import save_quantised, small_llama
 from tests.support.tiny_classes import tiny_class_model
 
 pytestmark = [
     pytest.mark.usefixtures("programs_are_forked"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="weights are kept quantised on a CPU alone"),
+    ON_A_CPU,
 ]
 FLOAT32 = OPTIONS | {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu", "enforce_eager": True}
-SAMPLED = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(seed=7, n=2, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,7 @@ def wanted(folders):
 
 
 def samples(llm):
-    return [
-        [each.token_ids for each in output.outputs] for output in llm.generate(PROMPTS[:3], SAMPLED, use_tqdm=False)
-    ]
+    return [[each.token_ids for each in output.outputs] for output in generate(llm, PROMPTS[:3], SAMPLED)]
 
 
 def embeddings(llm):
@@ -78,8 +76,8 @@ def test_prefixes_in_other_memory(kind, folders, wanted, tmp_path):
         cached = {}
         for option in ("auto", "dequantize"):
             with LLM(folders["kept"], **options, quantization=option) as llm:
-                outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-                assert [output.outputs[0].token_ids for output in outputs] == wanted["kept"]
+                outputs = generate(llm, PROMPTS, GREEDY)
+                assert token_ids(outputs) == wanted["kept"]
                 cached[option] = sum(output.num_cached_tokens for output in outputs)
         assert cached["auto"] > 0 and cached["dequantize"] == 0
 
@@ -120,6 +118,5 @@ def test_models_with_recurrent_states(name, tmp_path):
         with LLM(folder, **(FLOAT32 | options), quantization=option) as llm:
             assert (num_kept(llm._engine.model_runner.binding.model) > 0) == (option == "keep")
             for _ in range(2):
-                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-                found.setdefault(option, []).append([output.outputs[0].token_ids for output in outputs])
+                found.setdefault(option, []).append(token_ids(generate(llm, prompts, GREEDY)))
     assert found["keep"] == found["dequantize"]

@@ -6,16 +6,15 @@ References in PyTorch stand in for the kernels, which run on a GPU alone: see te
 import pytest
 import torch
 
-from nanovllm.fast.kernels import layer_stack
 from nanovllm.fast.layers import kernel_layers
 from nanovllm.fast.layers.kernel_layers import KernelLayer
 from nanovllm.fast.layers.stacked_layers import unstack_layers
 from nanovllm.fast.replaced_layers import FastLayers
-from tests.support.decode_steps import BLOCK_SIZE, NUM_BLOCKS, binding_of, hidden_step
+from tests.support.decode_steps import answering_alike, binding_of, hidden_step, stack_layers, tiny_binding
 from tests.support.reference_parts import PARTS
-from tests.support.reference_stack import ReferenceStack
+from tests.support.reference_stack import ReferenceStack, stand_in
 from tests.support.scaled_parts import PLACES, scale_part
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import LLAMAS_KIND, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +25,6 @@ def references(monkeypatch):
     return found
 
 
-def tiny_binding(family="llama", dtype=torch.bfloat16, **fields):
-    return binding_of(tiny_model(family, dtype=dtype, **fields), rotary=True)
-
-
 def run_by_kernels(binding):
     """Whether the layers run by the kernels after they were compared."""
     FastLayers(binding).use_kernel_layers(lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])])
@@ -37,18 +32,11 @@ def run_by_kernels(binding):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
+@LLAMAS_KIND
 def test_layers_of_llamas_kind_run_by_kernels_and_answer_as_their_modules(family, dtype):
-    binding = tiny_binding(family, dtype)
-    caches = [cache.clone() for cache in binding.caches.of_layers]
-    expected = hidden_step(binding, [0, 17, 33])
-    written = [cache.clone() for cache in binding.caches.of_layers]
-    assert run_by_kernels(binding)
-    for cache, before in zip(binding.caches.of_layers, caches, strict=True):
-        cache.copy_(before)
-    torch.testing.assert_close(hidden_step(binding, [0, 17, 33]), expected, atol=0.06, rtol=0.06)
-    for cache, right in zip(binding.caches.of_layers, written, strict=True):
-        torch.testing.assert_close(cache[:, NUM_BLOCKS * 4 :], right[:, NUM_BLOCKS * 4 :], atol=0.06, rtol=0.06)
+    binding = tiny_binding(family, dtype=dtype)
+    with answering_alike(binding, [0, 17, 33]):
+        assert run_by_kernels(binding)
 
 
 def test_the_last_norm_and_the_rotary_embedding_run_by_kernels_too(references):
@@ -59,7 +47,7 @@ def test_the_last_norm_and_the_rotary_embedding_run_by_kernels_too(references):
 
 
 @pytest.mark.parametrize("name", ["norm", "rotary_emb"])
-def test_a_module_around_the_layers_that_differs_leaves_all_to_the_compiler(name, caplog):
+def test_a_module_around_the_layers_that_differs_leaves_all_to_the_compiler(name, info_log):
     binding = tiny_binding()
     module = getattr(binding.model.model, name)
     own = module.forward
@@ -69,14 +57,13 @@ def test_a_module_around_the_layers_that_differs_leaves_all_to_the_compiler(name
         return output * 0.99 if name == "norm" else tuple(part * 0.99 for part in output)
 
     module.forward = scaled
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert not run_by_kernels(binding)
-    assert not binding.calls and "around them computes something else" in caplog.text
+    assert not run_by_kernels(binding)
+    assert not binding.calls and "around them computes something else" in info_log.text
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, monkeypatch):
-    model = tiny_model("llama", dtype=torch.bfloat16)
+    model = tiny_model(dtype=torch.bfloat16)
     scale_part(monkeypatch, place, 0.995)
     binding = binding_of(model, rotary=True)
     expected = hidden_step(binding, [0, 17])
@@ -85,7 +72,7 @@ def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place,
 
 
 @pytest.mark.parametrize("name", ["norm", "add_and_norm", "gated"])
-def test_a_wrong_kernel_is_not_used(name, references, caplog):
+def test_a_wrong_kernel_is_not_used(name, references, info_log):
     right = references[name]
 
     def wrong(*args):
@@ -93,21 +80,19 @@ def test_a_wrong_kernel_is_not_used(name, references, caplog):
         return (output[0], output[1] * 0.99) if name == "add_and_norm" else output * 0.99
 
     references[name] = wrong
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert not run_by_kernels(tiny_binding())
-    assert "layers are compiled: the kernel of the " in caplog.text
+    assert not run_by_kernels(tiny_binding())
+    assert "layers are compiled: the kernel of the " in info_log.text
 
 
-def test_a_kernel_that_does_not_compile_leaves_the_layers_to_the_compiler(references, caplog):
+def test_a_kernel_that_does_not_compile_leaves_the_layers_to_the_compiler(references, info_log):
     def fails(*_):
         raise ValueError("no such instruction")
 
     references["gated"] = fails
     binding = tiny_binding()
     expected = hidden_step(binding, [0, 17])
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert not run_by_kernels(binding)
-    assert "no such instruction" in caplog.text
+    assert not run_by_kernels(binding)
+    assert "no such instruction" in info_log.text
     assert torch.equal(hidden_step(binding, [0, 17]), expected)
 
 
@@ -119,11 +104,10 @@ def test_layers_of_another_kind_or_with_further_parts(fields):
     torch.testing.assert_close(hidden_step(binding, [0, 17]), expected, atol=0.06, rtol=0.06)
 
 
-def test_without_a_step_to_compare_layers_are_compiled(caplog):
+def test_without_a_step_to_compare_layers_are_compiled(info_log):
     binding = tiny_binding()
-    with caplog.at_level("INFO", logger="nanovllm"):
-        FastLayers(binding).use_kernel_layers(lambda: None)
-    assert not binding.calls and "no room to compare" in caplog.text
+    FastLayers(binding).use_kernel_layers(lambda: None)
+    assert not binding.calls and "no room to compare" in info_log.text
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -131,16 +115,13 @@ def test_layers_in_one_launch_are_compared_with_layers_by_kernels(is_wrong, monk
     binding = tiny_binding()
     assert run_by_kernels(binding)
     by_kernels = dict(binding.calls)
-    monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
-    monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
+    stand_in(monkeypatch)
     if is_wrong:
         run = ReferenceStack.run
         monkeypatch.setattr(ReferenceStack, "run", lambda *args, **options: run(*args, **options) * 0.9)
     for module in binding.layer_modules:
         monkeypatch.setattr(module, "forward", None)  # modules do not run again
-    FastLayers(binding).stack_layers(
-        BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])]
-    )
+    stack_layers(binding)
     ReferenceStack.launches.clear()
     hidden_step(binding, [3])
     assert ReferenceStack.launches == ([] if is_wrong else [2])
@@ -154,9 +135,8 @@ def test_layers_in_one_launch_are_compared_by_steps_of_one_row_too(seed, monkeyp
     fields = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_layers": 4}
     binding = tiny_binding(seed=seed, intermediate_size=512, **fields)
     assert run_by_kernels(binding)
-    monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
-    monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
-    FastLayers(binding).stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, [position]) for position in (0, 18, 98)])
+    stand_in(monkeypatch)
+    stack_layers(binding, [0], [18], [98])
     assert binding.stacked is not None
 
 

@@ -13,12 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import enable_progress_bar, is_progress_bar_enabled
 
-from nanovllm import LLM, EngineConfig, ModelLoadError, SamplingParams, UnsupportedModelError
+from nanovllm import LLM, EngineConfig, ModelLoadError, UnsupportedModelError
 from nanovllm.models.loader import identity_of, load_tokenizer
-from tests.support.tiny_models import FAMILIES, random_prompts, save_tiny, tiny_model, tiny_tokenizer
+from tests.support.llms import generate, greedy, token_ids
+from tests.support.quantised_checkpoints import configure
+from tests.support.tiny_models import edit_json, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 33, "max_model_len": 256}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +38,21 @@ def spoil(saved, tmp_path):
     return copy_without
 
 
+@pytest.fixture
+def shards(tmp_path):
+    """A folder whose weights are in several files."""
+    tiny_model().save_pretrained(tmp_path / "shards", max_shard_size="1MB")
+    tiny_tokenizer().save_pretrained(tmp_path / "shards")
+    return tmp_path / "shards"
+
+
 def dtypes(llm):
     binding = llm._engine.model_runner.binding
     return {parameter.dtype for parameter in binding.model.parameters()}, binding.caches.of_layers[0][0].dtype
 
 
 def answers(llm):
-    outputs = llm.generate(random_prompts(3), GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+    return token_ids(generate(llm, random_prompts(3), greedy(8)))
 
 
 # ------------------------------------------------------------------------------------------------------- local folders
@@ -53,36 +61,21 @@ def answers(llm):
 def test_a_local_folder_gives_the_saved_weights_and_tokenizer(saved):
     with LLM(saved, **OPTIONS) as llm, LLM(tiny_model(), **OPTIONS) as original:
         assert answers(llm) == answers(original)
-        assert llm.generate("The capital", GREEDY, use_tqdm=False)[0].prompt_token_ids == [
-            *tiny_tokenizer()("The capital")["input_ids"]
-        ]
+        (output,) = generate(llm, "The capital")
+        assert output.prompt_token_ids == tiny_tokenizer()("The capital")["input_ids"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_of_each_family_loads(tmp_path, family):
-    with LLM(save_tiny(tmp_path / family, family), **OPTIONS) as llm:
-        assert all(len(answer) == 8 for answer in answers(llm))
-
-
-def test_a_folder_may_be_given_as_a_string_and_relative_to_the_working_folder(saved, monkeypatch):
+@pytest.mark.parametrize("name", ["./tiny", "tiny"])
+def test_a_string_names_a_folder_before_any_hub_id(name, saved, monkeypatch):
     monkeypatch.chdir(saved.parent)
-    with LLM("./tiny", **OPTIONS) as llm:
-        assert len(answers(llm)) == 3
-
-
-def test_a_folder_is_looked_up_before_any_hub_id(saved, monkeypatch):
-    monkeypatch.chdir(saved.parent)
-    with LLM("tiny", **OPTIONS) as llm:
+    with LLM(name, **OPTIONS) as llm:
         assert len(answers(llm)) == 3
 
 
 @pytest.mark.parametrize("method", ["aqlm", "one of a later release"])
-def test_a_quantised_checkpoint_is_refused_before_its_weights_are_read(saved, tmp_path, monkeypatch, method):
-    folder = tmp_path / "quantised"
-    shutil.copytree(saved, folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
+def test_a_quantised_checkpoint_is_refused_before_its_weights_are_read(spoil, monkeypatch, method):
+    folder = spoil()
+    configure(folder, {"quant_method": method, "bits": 4})
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(
         UnsupportedModelError, match=f"LlamaForCausalLM has quantised weights.*{method}.*compressed-tensors"
@@ -90,12 +83,9 @@ def test_a_quantised_checkpoint_is_refused_before_its_weights_are_read(saved, tm
         LLM(folder)
 
 
-def test_weights_in_shards_load(tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path / "shards", max_shard_size="1MB")
-    tiny_tokenizer().save_pretrained(tmp_path / "shards")
-    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-    with LLM(tmp_path / "shards", **OPTIONS) as llm, LLM(model, **OPTIONS) as original:
+def test_weights_in_shards_load(shards):
+    assert len(list(shards.glob("*.safetensors"))) > 1
+    with LLM(shards, **OPTIONS) as llm, LLM(tiny_model(), **OPTIONS) as original:
         assert answers(llm) == answers(original)
 
 
@@ -114,7 +104,7 @@ def test_another_tokenizer_may_be_given_as_an_object_or_a_folder(spoil, saved):
     folder = spoil("tokenizer*")
     for tokenizer in (tiny_tokenizer(), saved, str(saved)):
         with LLM(folder, tokenizer=tokenizer, **OPTIONS) as llm:
-            assert llm.generate("The capital", GREEDY, use_tqdm=False)[0].prompt == "The capital"
+            assert generate(llm, "The capital")[0].prompt == "The capital"
 
 
 def test_loading_prints_nothing(saved, capfd):
@@ -139,11 +129,6 @@ def test_a_chosen_dtype_holds_for_weights_and_cache(saved, dtype):
         assert len(answers(llm)) == 3
 
 
-def test_device_cpu_is_accepted(saved):
-    with LLM(saved, device="cpu", **OPTIONS) as llm:
-        assert llm._engine.model_runner.device.type == "cpu"
-
-
 def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(saved, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"device is 'cuda', but PyTorch sees no GPU. Use device='cpu' or 'auto'"):
@@ -159,23 +144,18 @@ def refusal(model, **options):
     return str(caught.value)
 
 
-def test_a_folder_without_a_config_is_refused_by_name(spoil):
-    folder = spoil("config.json")
-    assert all(part in refusal(folder) for part in (str(folder), "config.json"))
-
-
-def test_a_folder_without_weights_is_refused_by_name(spoil):
-    folder = spoil("*.safetensors")
-    assert all(part in refusal(folder) for part in (str(folder), "weights", "*.safetensors"))
-
-
-def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(spoil):
-    folder = spoil("tokenizer*")
-    assert all(part in refusal(folder) for part in (str(folder), "tokenizer.json", "tokenizer=..."))
-
-
-def test_an_empty_folder_is_refused(tmp_path):
-    assert "config.json" in refusal(tmp_path)
+@pytest.mark.parametrize(
+    "left_out, words",
+    [
+        ("config.json", ["config.json"]),
+        ("*.safetensors", ["weights", "*.safetensors"]),
+        ("tokenizer*", ["tokenizer.json", "tokenizer=..."]),
+        ("*", ["config.json"]),
+    ],
+)
+def test_a_folder_that_lacks_a_file_is_refused_by_name(spoil, left_out, words):
+    folder = spoil(left_out)
+    assert all(part in refusal(folder) for part in (str(folder), *words))
 
 
 def test_a_file_in_place_of_a_folder_is_refused(saved):
@@ -192,19 +172,12 @@ def test_a_path_to_nothing_is_refused_at_once_without_asking_the_hub(name, monke
     assert "no" in message
 
 
-def test_a_config_that_is_not_json_is_refused(spoil):
+@pytest.mark.parametrize("name, words", [("config.json", "config.json"), ("tokenizer.json", "")])
+def test_a_file_that_is_not_json_is_refused(spoil, name, words):
     folder = spoil()
-    (folder / "config.json").write_text("{ not json")
+    (folder / name).write_text("{ not json")
     message = refusal(folder)
-    assert str(folder) in message
-    assert "config.json" in message
-
-
-def test_a_config_of_an_unknown_architecture_is_refused(spoil):
-    folder = spoil()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "perceptron-1957"}))
-    assert "perceptron-1957" in refusal(folder)
+    assert str(folder) in message and words in message
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(spoil):
@@ -220,31 +193,26 @@ def test_weights_that_were_cut_short_are_refused(spoil):
     assert str(folder) in refusal(folder)
 
 
-def test_a_missing_shard_is_refused_by_name(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "shards", max_shard_size="1MB")
-    tiny_tokenizer().save_pretrained(tmp_path / "shards")
-    missing = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+def test_a_missing_shard_is_refused_by_name(shards):
+    missing = sorted(shards.glob("*.safetensors"))[1]
     missing.unlink()
-    assert missing.name in refusal(tmp_path / "shards")
+    assert missing.name in refusal(shards)
+
+
+@pytest.mark.parametrize(
+    "field, value, words",
+    [("model_type", "perceptron-1957", "perceptron-1957"), ("num_hidden_layers", 3, "layers.2")],
+    ids=["an unknown architecture", "a layer that the weights lack"],
+)
+def test_a_config_that_does_not_fit_is_refused_and_nothing_filled_with_random_numbers(spoil, field, value, words):
+    folder = spoil()
+    edit_json(folder / "config.json", **{field: value})
+    assert words in refusal(folder)
 
 
 def test_weights_of_another_shape_are_refused(spoil):
     folder = spoil()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
-    assert str(folder) in refusal(folder)
-
-
-def test_weights_that_lack_a_layer_are_refused_and_not_filled_with_random_numbers(spoil):
-    folder = spoil()
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert "layers.2" in refusal(folder)
-
-
-def test_a_broken_tokenizer_is_refused(spoil):
-    folder = spoil()
-    (folder / "tokenizer.json").write_text("{ not json")
+    edit_json(folder / "config.json", intermediate_size=96)
     assert str(folder) in refusal(folder)
 
 

@@ -7,48 +7,52 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from nanovllm import LLM, UnsupportedModelError
 from nanovllm.features.composition.binding import build_binding
+from tests.support import class_cases
+from tests.support.llms import generate, greedy, token_ids
 from tests.support.other_models import small
+from tests.support.refusals import assert_names
 from tests.support.snapshots import Snapshot, assert_untouched
+from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import random_prompts, tiny_model, widen
 
 OPTIONS = {"block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+GREEDY = greedy(8)
 DTYPES = [torch.float32, torch.bfloat16]
 
 _DECODER = {"d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 64, "decoder_attention_heads": 2, "pad_token_id": 1}
 ROW_COUNTING = ["Bart", "Marian", "MBart", "PLBart", "Pegasus", "Blenderbot", "BlenderbotSmall"]
 COUNTING_FROM_PADDING = ["Roberta", "XLMRoberta", "Camembert", "RobertaPreLayerNorm"]
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-HONEST = {
-    "Llama": {},
-    "Qwen2": {},
-    "Qwen3": {"head_dim": 32},
-    "Mistral": {"sliding_window": None},
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen2Moe": _EXPERTS | {"shared_expert_intermediate_size": 32},
-    "Qwen3Moe": _EXPERTS,
-    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "GPT2": {"model_class": "GPT2LMHeadModel"},
-    "GPTBigCode": {},
-    "GPTNeoX": {},
-    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
-    "BioGpt": {},
-    "Bert": {"model_class": "BertLMHeadModel", "is_decoder": True},
-    "Phi": {},
-    "Phi3": {},
-    "Gemma": {"head_dim": 32},
-    "Starcoder2": {"sliding_window": None},
-    "Cohere": {},
-    "Granite": {},
-    "Glm4": {"head_dim": 32},
-    "Olmo2": {},
-    "SmolLM3": {},
-    "Nemotron": {},
-    "StableLm": {},
-}
+HONEST = [
+    f"{family}ForCausalLM"
+    for family in [
+        "Llama",
+        "Qwen2",
+        "Qwen3",
+        "Mistral",
+        "Mixtral",
+        "Qwen2Moe",
+        "Qwen3Moe",
+        "Olmoe",
+        "GraniteMoe",
+        "GPTBigCode",
+        "GPTNeoX",
+        "OPT",
+        "BioGpt",
+        "Phi",
+        "Phi3",
+        "Gemma",
+        "Starcoder2",
+        "Cohere",
+        "Granite",
+        "Glm4",
+        "Olmo2",
+        "SmolLM3",
+        "Nemotron",
+        "StableLm",
+    ]
+]
 
 
 def refusal(model):
@@ -62,25 +66,18 @@ def refusal(model):
 
 def answers(model, prompts, **options):
     with LLM(model, **(OPTIONS | options)) as llm:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        return token_ids(generate(llm, prompts, GREEDY))
 
 
 def own_answers(model, prompts):
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
-        found.append(full[0, len(prompt) :].tolist())
-    return found
+    return class_cases.own_answers(model, prompts, 8)
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", HONEST)
-def test_a_model_whose_rows_are_independent_is_accepted_and_left_as_it_was(family, dtype):
-    model = small(family, **HONEST[family])
-    widen(model)
-    model = model.to(dtype)
+@pytest.mark.parametrize("class_name", [*HONEST, "GPT2LMHeadModel", "BertLMHeadModel"])
+def test_a_model_whose_rows_are_independent_is_accepted_and_left_as_it_was(class_name, dtype):
+    model = tiny_class_model(class_name).to(dtype)
     before = Snapshot(model)
     build_binding(model, is_live=True).close()
     assert_untouched(model, before)
@@ -90,16 +87,14 @@ def test_a_model_whose_rows_are_independent_is_accepted_and_left_as_it_was(famil
 @pytest.mark.parametrize("family", ROW_COUNTING)
 def test_a_model_that_ignores_position_ids_is_refused(family, dtype):
     message = refusal(small(family, model_class=f"{family}ForCausalLM", **_DECODER).to(dtype))
-    for part in (f"{family}ForCausalLM", "ignores position_ids", "along the row", "generate()"):
-        assert part in message
+    assert_names(message, f"{family}ForCausalLM", "ignores position_ids", "along the row", "generate()")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", COUNTING_FROM_PADDING)
 def test_a_model_whose_positions_do_not_begin_at_zero_is_refused(family, dtype):
     message = refusal(small(family, is_decoder=True, pad_token_id=1).to(dtype))
-    for part in (f"{family}ForCausalLM", "without position_ids", "padding", "generate()"):
-        assert part in message
+    assert_names(message, f"{family}ForCausalLM", "without position_ids", "padding", "generate()")
 
 
 class _ShiftedMLP(nn.Module):
@@ -126,8 +121,7 @@ def test_a_model_that_mixes_rows_outside_of_attention_is_refused(kind, dtype):
     model = tiny_model(dtype=dtype)
     model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
     message = refusal(model)
-    assert "LlamaForCausalLM" in message
-    assert "mixes rows outside of attention" in message
+    assert "LlamaForCausalLM" in message and "mixes rows outside of attention" in message
 
 
 def _forward_without(name, model):
@@ -145,8 +139,7 @@ def test_a_forward_that_ignores_logits_to_keep_is_refused_with_the_number_of_row
     model = tiny_model()
     _forward_without("logits_to_keep", model)
     message = refusal(model)
-    for part in ("LlamaForCausalLM", "logits_to_keep", "logits of 6 rows", "returned 16"):
-        assert part in message
+    assert_names(message, "LlamaForCausalLM", "logits_to_keep", "logits of 6 rows", "returned 16")
 
 
 def test_a_forward_that_gives_the_logits_of_other_rows_is_refused():
@@ -174,8 +167,9 @@ def _llama4(**fields):
 def test_queries_scaled_by_their_place_in_the_row_are_refused_with_both_limits():
     with pytest.raises(UnsupportedModelError) as caught:
         LLM(_llama4(floor_scale=128), **OPTIONS, max_num_batched_tokens=80, max_num_seqs=4)
-    for part in ("Llama4ForCausalLM", "attn_temperature_tuning", "128", "max_model_len (128)", "(80)"):
-        assert part in str(caught.value)
+    assert_names(
+        str(caught.value), "Llama4ForCausalLM", "attn_temperature_tuning", "128", "max_model_len (128)", "(80)"
+    )
     with pytest.raises(UnsupportedModelError, match=r"max_num_batched_tokens \(300\)"):
         LLM(_llama4(floor_scale=256), **OPTIONS, max_num_batched_tokens=300)
 
@@ -189,7 +183,7 @@ def test_queries_whose_scale_never_changes_are_served():
 
 
 @pytest.mark.parametrize("family", ["Nemotron", "StableLm"])
-@pytest.mark.parametrize("options", [{"enforce_eager": True}, {}], ids=["eager", "default"])
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {}], ids=str)
 def test_a_model_that_does_not_pass_keyword_arguments_to_attention_is_served(family, options):
     model = small(family)
     widen(model)
@@ -216,9 +210,6 @@ def test_compiled_layers_without_keyword_arguments_share_one_graph_at_any_number
 def test_attention_code_that_never_reaches_the_interface_is_refused_in_plain_words(family):
     fields = {"d_model": 64, "n_heads": 2, "n_layers": 2} if family == "Mpt" else {}
     message = refusal(small(family, without=("num_key_value_heads",), **fields))
-    for part in (
-        f"{family}ForCausalLM cannot be served",
-        "0 of 2 layers reached the attention interface",
-        "of its own",
-    ):
-        assert part in message
+    assert_names(
+        message, f"{family}ForCausalLM cannot be served", "0 of 2 layers reached the attention interface", "of its own"
+    )

@@ -15,8 +15,8 @@ from nanovllm import LLM
 from nanovllm.errors import UnsupportedModelError
 from nanovllm.fast.kernels.packed_product import LANES, PANEL, can_pack, pack
 from nanovllm.models.packed_linears import OneDnnLinear, pack_linear_layers, with_own_weights, with_weights_hidden
-from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
-from tests.support.tiny_models import save_tiny, tiny_model
+from tests.support.cpu_answers import ON_A_CPU, OPTIONS, by_transformers, tokens
+from tests.support.tiny_models import DTYPES, save_tiny, tiny_model
 
 DEPTH = 62
 
@@ -34,7 +34,7 @@ def in_order(rows):
     return packed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("sizes", [(32,), (64, 32, 96), (48, 16), (16, 16, 32)], ids=str)
 def test_weights_are_packed_side_by_side(sizes, dtype):
     weights = [matrix(size, dtype) + index for index, size in enumerate(sizes)]
@@ -43,7 +43,7 @@ def test_weights_are_packed_side_by_side(sizes, dtype):
     assert torch.equal(packed, in_order(torch.cat(weights)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("num_outputs", [16, 32, 48, 96])
 def test_interleaved_weights_share_each_panel(num_outputs, dtype):
     first, second = matrix(num_outputs, dtype), matrix(num_outputs, dtype) + 3
@@ -52,7 +52,7 @@ def test_interleaved_weights_share_each_panel(num_outputs, dtype):
     assert torch.equal(pack(first, second, interleave=True), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 def test_weights_that_lie_anyhow_are_packed_alike(dtype):
     expected = in_order(matrix(32, dtype))
     wide, shifted = torch.zeros(32, 2 * DEPTH, dtype=dtype), torch.zeros(32 * DEPTH + 1, dtype=dtype)
@@ -141,12 +141,12 @@ class ReadsANorm(LlamaMLP):
 
 
 @pytest.mark.costly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on a CPU")
-@pytest.mark.parametrize(("kind", "is_freed"), [
+@ON_A_CPU
+@pytest.mark.parametrize("kind, is_freed", [
     (KeepsAJoinedWeight, True), (KeepsANorm, True), (Rescales, True), (ReadsANorm, False),
 ])  # fmt: skip
 def test_a_module_that_computes_something_of_its_weights_sees_them(kind, is_freed, tmp_path, monkeypatch):
-    folder = save_tiny(tmp_path / "model")
+    folder = save_tiny(tmp_path)
     monkeypatch.setattr("tests.support.tiny_models._BUILT", {})  # models of the module below
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP", kind)
     with LLM(folder, **OPTIONS) as llm:
@@ -155,7 +155,7 @@ def test_a_module_that_computes_something_of_its_weights_sees_them(kind, is_free
         assert tokens(llm) == by_transformers(tiny_model())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on a CPU")
+@ON_A_CPU
 def test_a_head_that_is_read_directly_in_steps_alone_keeps_its_weight(tmp_path, monkeypatch):
     """Steps name the rows of their logits; the model's own pass does not."""
 
@@ -165,7 +165,7 @@ def test_a_head_that_is_read_directly_in_steps_alone_keeps_its_weight(tmp_path, 
             return CausalLMOutputWithPast(logits=F.linear(states[:, logits_to_keep], self.lm_head.weight))
         return CausalLMOutputWithPast(logits=self.lm_head(states))
 
-    folder, expected = save_tiny(tmp_path / "model", tie_word_embeddings=False), None
+    folder, expected = save_tiny(tmp_path, tie_word_embeddings=False), None
     with LLM(folder, **OPTIONS) as llm:
         expected = tokens(llm)
         assert llm._engine.model_runner.binding.model.lm_head.weight.numel() == 0

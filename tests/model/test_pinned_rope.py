@@ -2,14 +2,16 @@
 
 import copy
 import functools
-import logging
 import threading
 
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from nanovllm import LLM, UnsupportedModelError
+from tests.support import class_cases
+from tests.support.llms import generate, greedy, token_ids
 from tests.support.other_models import small
+from tests.support.refusals import assert_names
 from tests.support.snapshots import Snapshot, assert_untouched
 from tests.support.tiny_models import random_prompts, widen
 
@@ -17,7 +19,7 @@ ORIGINAL = 64
 OPTIONS = {
     "enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_num_batched_tokens": 48, "max_num_seqs": 4,
 }  # fmt: skip
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+GREEDY = greedy(8)
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -36,20 +38,19 @@ def model_with(rope, family="Phi3", **fields):
     return model
 
 
+@pytest.fixture
+def model():
+    return model_with(LONG_ROPE)
+
+
 def answers(model, prompts, max_model_len):
     with LLM(model, **OPTIONS, max_model_len=max_model_len) as llm:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        return token_ids(generate(llm, prompts, GREEDY))
 
 
 def own_answers(model, prompts):
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        full = copy.deepcopy(model).generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
-        )
-        found.append(full[0, len(prompt) :].tolist())
-    return found
+    """Each by a module that computed nothing before."""
+    return [class_cases.own_answers(copy.deepcopy(model), [prompt], 8)[0] for prompt in prompts]
 
 
 def always_long(model):
@@ -60,52 +61,43 @@ def always_long(model):
     return model
 
 
-def test_sequences_within_the_original_length_get_the_short_factors_as_in_transformers():
-    model = model_with(LONG_ROPE)
-    assert answers(model, SHORT, ORIGINAL) == own_answers(model, SHORT)
+@pytest.mark.parametrize("prompts, max_model_len", [(SHORT, ORIGINAL), (LONG, 128)], ids=["short", "long"])
+def test_sequences_get_the_factors_of_their_length_as_in_transformers(prompts, max_model_len, model):
+    assert answers(model, prompts, max_model_len) == own_answers(model, prompts)
 
 
-def test_sequences_beyond_the_original_length_get_the_long_factors_as_in_transformers():
-    model = model_with(LONG_ROPE)
-    assert answers(model, LONG, 128) == own_answers(model, LONG)
-
-
-def test_short_and_long_sequences_of_one_engine_share_the_factors_and_do_not_depend_on_each_other():
-    model = model_with(LONG_ROPE)
+def test_short_and_long_sequences_of_one_engine_share_the_factors_and_do_not_depend_on_each_other(model):
     expected = own_answers(always_long(model), SHORT + LONG)
     assert expected[:4] != own_answers(model, SHORT), "the factors make no difference"
     assert answers(model, SHORT + LONG, 128) == expected
     assert [answers(model, [prompt], 128)[0] for prompt in SHORT] == expected[:4]
 
 
-def test_the_choice_is_logged_with_the_limit_that_made_it(caplog):
-    caplog.set_level(logging.INFO, logger="nanovllm")
+def test_the_choice_is_logged_with_the_limit_that_made_it(info_log):
     for max_model_len, factors in ((ORIGINAL, "short"), (ORIGINAL + 1, "long")):
-        caplog.clear()
+        info_log.clear()
         LLM(model_with(LONG_ROPE), **OPTIONS, max_model_len=max_model_len).close()
-        (message,) = [text for text in caplog.messages if "rotary" in text]
-        for part in ("Phi3ForCausalLM", f"the {factors} factors", f"original length {ORIGINAL}", str(max_model_len)):
-            assert part in message
+        (message,) = [text for text in info_log.messages if "rotary" in text]
+        assert_names(
+            message, "Phi3ForCausalLM", f"the {factors} factors", f"original length {ORIGINAL}", str(max_model_len)
+        )
 
 
-def test_a_live_module_has_its_own_frequencies_back_between_steps_and_after_close():
-    model = model_with(LONG_ROPE)
+def test_a_live_module_has_its_own_frequencies_back_between_steps_and_after_close(model):
     before, frequencies = Snapshot(model), model.model.rotary_emb.inv_freq.clone()
     with LLM(model, **OPTIONS, max_model_len=128) as llm:
-        llm.generate(LONG, GREEDY, use_tqdm=False)
+        generate(llm, LONG, GREEDY)
         assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
         assert_untouched(model, before)
     assert_untouched(model, before)
 
 
-def test_engines_of_one_module_with_different_limits_keep_their_own_factors():
-    model = model_with(LONG_ROPE)
+def test_engines_of_one_module_with_different_limits_keep_their_own_factors(model):
     expected = [own_answers(model, SHORT), own_answers(always_long(model), SHORT)]
     with LLM(model, **OPTIONS, max_model_len=ORIGINAL) as short, LLM(model, **OPTIONS, max_model_len=128) as long:
         for _ in range(2):
             for llm, tokens in zip((short, long), expected, strict=True):
-                outputs = llm.generate(SHORT, GREEDY, use_tqdm=False)
-                assert [output.outputs[0].token_ids for output in outputs] == tokens
+                assert token_ids(generate(llm, SHORT, GREEDY)) == tokens
 
 
 def test_scales_that_follow_the_longest_sequence_are_pinned_too():
@@ -129,13 +121,13 @@ def test_dynamic_frequencies_beyond_that_length_are_refused_with_both_numbers():
     before = Snapshot(model)
     with pytest.raises(UnsupportedModelError) as caught:
         LLM(model, **OPTIONS, max_model_len=128)
-    for part in ("LlamaForCausalLM", "'dynamic'", "neighbours", "beyond 100 tokens", "max_model_len (128)"):
-        assert part in str(caught.value)
+    assert_names(
+        str(caught.value), "LlamaForCausalLM", "'dynamic'", "neighbours", "beyond 100 tokens", "max_model_len (128)"
+    )
     assert_untouched(model, before)
 
 
-def test_an_engine_that_opens_during_another_ones_step_pins_the_same():
-    model = model_with(LONG_ROPE)
+def test_an_engine_that_opens_during_another_ones_step_pins_the_same(model):
     expected = answers(model, LONG, 4 * ORIGINAL)
     found = []
     with LLM(model, **OPTIONS, max_model_len=4 * ORIGINAL) as first:
@@ -147,10 +139,9 @@ def test_an_engine_that_opens_during_another_ones_step_pins_the_same():
     assert found == [expected]
 
 
-def test_a_step_of_another_engine_is_no_change_by_the_owner():
-    model = model_with(LONG_ROPE)
+def test_a_step_of_another_engine_is_no_change_by_the_owner(model):
     with LLM(model, **OPTIONS, max_model_len=4 * ORIGINAL) as first, LLM(model, **OPTIONS, max_model_len=256) as second:
-        first.generate(SHORT, GREEDY, use_tqdm=False)
+        generate(first, SHORT, GREEDY)
         found = []
         look = functools.partial(first._engine.model_runner.model_changed, was_idle=True)
         looking = threading.Thread(target=lambda: found.append(look()))

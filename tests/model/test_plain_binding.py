@@ -11,7 +11,7 @@ from tests.support.tiny_classes import tiny_class_model
 
 
 @pytest.mark.parametrize(
-    ("class_name", "reason"),
+    "class_name, reason",
     [
         ("Qwen3NextForCausalLM", "layer 0 .* recurrent state"),
         ("MambaForCausalLM", "layer 0 .* recurrent state"),

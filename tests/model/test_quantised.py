@@ -13,6 +13,7 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.models import kept_weights
 from nanovllm.models.quantised.blocks import FORMATS, KIND_OF_OPTION, QuantisedEmbedding, QuantisedLinear, quantise
 from tests.support.quantised import random_blocks
+from tests.support.tiny_models import DTYPES
 
 GGUF_KINDS = [kind for kind in FORMATS if kind != "int8"]
 
@@ -25,7 +26,7 @@ def test_blocks_are_dequantised_bit_for_bit_as_gguf_does(kind):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 def test_forward_is_that_of_a_plain_layer_of_the_dequantised_weights(kind, dtype):
     layer = QuantisedLinear(kind, random_blocks(kind, 48, 256), torch.randn(48, dtype=dtype), dtype=dtype)
     states = torch.randn(2, 3, 256).to(dtype)

@@ -1,6 +1,5 @@
 """Engines of int8 and int4 weights: float32 answers are those of `transformers` on the dequantised weights."""
 
-import logging
 import weakref
 
 import pytest
@@ -15,11 +14,12 @@ from nanovllm.models import loader
 from nanovllm.models.quantised import on_load
 from nanovllm.models.quantised.blocks import QuantisedEmbedding, QuantisedLinear, quantise
 from nanovllm.models.quantised.on_load import quantise_model
-from tests.support.cpu_answers import OPTIONS, PROMPTS, by_transformers, tokens
+from tests.support.cpu_answers import ON_A_CPU, OPTIONS, PROMPTS, by_transformers, tokens
+from tests.support.llms import generate, greedy
 from tests.support.replicas import completions
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="quantised weights are a CPU's")
+pytestmark = ON_A_CPU
 KINDS = ("int8", "int4")
 
 
@@ -72,8 +72,8 @@ def test_the_weights_are_those_that_were_asked_for(llm, folder):
 
 def log_probabilities(llm):
     """Of each prompt's tokens but the first."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    params = greedy(1, prompt_logprobs=0)
+    outputs = generate(llm, PROMPTS, params)
     return [
         torch.tensor([next(iter(found.values())).logprob for found in output.prompt_logprobs or () if found])
         for output in outputs
@@ -89,11 +89,9 @@ def log_probabilities_of(model):
 
 
 @pytest.mark.parametrize("option", KINDS)
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)], ids=["float32", "bfloat16"]
-)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01)], ids=str)
 def test_a_tied_head_and_its_embedding_are_one_quantised_weight(option, dtype, bound, tmp_path):
-    folder = str(save_tiny(tmp_path / "model", dtype=dtype, tie_word_embeddings=True))
+    folder = str(save_tiny(tmp_path, dtype=dtype, tie_word_embeddings=True))
     with LLM(folder, quantization=option, exact_activations=True, **OPTIONS) as llm:
         model = llm._engine.model_runner.binding.model
         assert isinstance(model.get_input_embeddings(), QuantisedEmbedding)
@@ -108,17 +106,17 @@ def test_a_tied_head_and_its_embedding_are_one_quantised_weight(option, dtype, b
 def test_what_else_an_engine_does_changes_no_answer(folder, llm):
     """Cached prefixes, chunks beside decodes, preemption, samples and log-probabilities."""
     params = [
-        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        greedy(40, ignore_eos=True),
         SamplingParams(n=3, temperature=0.9, top_p=0.9, seed=7, max_tokens=40),
-        SamplingParams(temperature=0.0, max_tokens=40, logprobs=2, repetition_penalty=1.2, ignore_eos=True),
+        greedy(40, logprobs=2, repetition_penalty=1.2, ignore_eos=True),
     ]
     shared = random_prompts(1, low=60, high=61, seed=3)[0]
     prompts = [shared + prompt for prompt in random_prompts(9, low=20, high=150, seed=9)]
     each = [params[number % 3] for number in range(9)]
-    alone = [llm.generate([prompt], [one], use_tqdm=False)[0] for prompt, one in zip(prompts, each, strict=True)]
+    alone = [generate(llm, [prompt], one)[0] for prompt, one in zip(prompts, each, strict=True)]
     limits = {"block_size": 16, "max_model_len": 256, "max_num_batched_tokens": 48, "max_num_seqs": 8}
     with LLM(folder, quantization=llm.config.quantization, num_kv_blocks=22, **limits) as small:
-        together = small.generate(prompts, each, use_tqdm=False)
+        together = generate(small, prompts, each)
         assert small.stats().num_preemptions > 0 and any(output.num_cached_tokens for output in together)
     assert completions(together) == completions(alone)
     for one, other in zip(together, alone, strict=True):
@@ -136,19 +134,16 @@ def test_replicas_answer_as_one_engine_does(folder):
 
 def test_without_kernels_the_weights_are_dequantised_in_each_step(folder, caplog):
     with (
-        caplog.at_level(logging.WARNING, logger="nanovllm"),
         LLM(folder, quantization="int4", enforce_eager=True, **OPTIONS) as llm,
     ):
         assert tokens(llm) == by_transformers(dequantised(folder, "int4"))
-    assert any("each step dequantises them" in record.message for record in caplog.records)
+    assert "each step dequantises them" in caplog.text
 
 
 def test_kv_of_other_weights_is_of_another_prefix(folder):
     """Peers that exchange block hashes must not take one engine's KV for another's."""
-    seeds = set()
-    for option in (None, *KINDS):
-        seeds.add(loader.load_weights(folder, EngineConfig(quantization=option)).identity)
-    assert len(seeds) == 3
+    options = (None, *KINDS)
+    assert len({loader.load_weights(folder, EngineConfig(quantization=option)).identity for option in options}) == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- limits
@@ -166,14 +161,13 @@ def test_what_cannot_be_quantised_is_refused_by_name(folder, monkeypatch):
         LLM(folder, quantization="int8")
 
 
-def test_layers_of_odd_widths_stay_as_they_are_and_one_line_says_so(caplog):
+def test_layers_of_odd_widths_stay_as_they_are_and_one_line_says_so(info_log):
     model = tiny_model(num_layers=1, intermediate_size=144)  # no multiple of 32
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        quantise_model(model, "int4")
+    quantise_model(model, "int4")
     assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
     assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
     assert isinstance(model.model.layers[0].self_attn.q_proj, QuantisedLinear)
-    assert any("stay as they are, model.layers.0.mlp" in record.message for record in caplog.records)
+    assert "stay as they are, model.layers.0.mlp" in info_log.text
 
 
 @pytest.mark.parametrize("option", KINDS)

@@ -13,9 +13,10 @@ from nanovllm.fast.kernels.packed_product import PackedProduct, can_pack
 from nanovllm.fast.kernels.processor_classes import targets
 from nanovllm.models.packed_linears import PackedHead, PackedLinear, pack_linear_layers
 from nanovllm.models.quantised.blocks import FORMATS
-from tests.support.quantised import KINDS, random_layer
+from tests.support.cpu_answers import ON_A_CPU
+from tests.support.quantised import KINDS, exact_product, random_layer
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are the CPU's own")
+pytestmark = ON_A_CPU
 NUM_ROWS = [1, 2, 3, 4, 5, 12, 33, 400]
 FEW_ROWS = 4  # that are multiplied as integers, in bfloat16
 WHOLE_ROWS = ("int8", "W8 rows", "FP8 rows")  # numbers with a scale for a row
@@ -57,11 +58,10 @@ def test_a_product_is_that_of_the_dequantised_weights(kind, kernels):
     """
     quantised = layer(kind, kernels.dtype)
     own, other = PackedHead(quantised, kernels), PackedHead(plain(quantised), kernels)
-    exact = quantised.dequantise().double()
     with torch.no_grad():
         for num_rows in NUM_ROWS:
             rows = rows_of(num_rows, 512, kernels.dtype)
-            expected = rows.double() @ exact.T + quantised.bias.double()
+            expected = exact_product(quantised, rows)
             error = (own(rows).double() - expected).abs().max() / expected.abs().max()
             is_as_plain = error < 0.02 and (kind in ROUNDED_TWICE or torch.equal(own(rows), other(rows)))
             if kind in WHOLE_ROWS or kernels.dtype == torch.float32:
@@ -84,7 +84,7 @@ def test_no_rows_are_no_product(kind, kernels):
 @pytest.mark.parametrize("kind", [kind for kind, form in FORMATS.items() if form.elements <= 32])
 def test_rows_of_a_single_block(kind, kernels):
     quantised, rows = layer(kind, kernels.dtype, depth=32), rows_of(3, 32, kernels.dtype)
-    expected = rows.double() @ quantised.dequantise().double().T + quantised.bias.double()
+    expected = exact_product(quantised, rows)
     with torch.no_grad():
         own, by_plain = PackedHead(quantised, kernels)(rows), PackedHead(plain(quantised), kernels)(rows)
     if kernels.dtype == torch.float32 or not torch.equal(own, by_plain):  # equal on a processor without VNNI
@@ -127,9 +127,9 @@ def test_rows_that_are_nothing_or_no_number_stay_so(kind, kernels):
 @pytest.mark.parametrize("size", [1e-30, 1e-36, 1e-38])
 def test_tiny_activations_are_no_nan(kind, size, kernels):
     """The products of few rows scale each row by its largest number, whose inverse may be infinite."""
-    quantised, rows = layer(kind, kernels.dtype, bias=False), rows_of(3, 512, torch.float32) * size
-    output = PackedHead(quantised, kernels)(rows.to(kernels.dtype))
-    expected = rows.to(kernels.dtype).double() @ quantised.dequantise().double().T
+    quantised = layer(kind, kernels.dtype, bias=False)
+    rows = (rows_of(3, 512, torch.float32) * size).to(kernels.dtype)
+    output, expected = PackedHead(quantised, kernels)(rows), exact_product(quantised, rows)
     assert (output.double() - expected).abs().max() < max(0.03 * expected.abs().max(), 1e-36)
 
 
@@ -163,15 +163,14 @@ def test_a_layer_of_any_number_of_outputs_is_packed(kind, num_outputs, kernels):
     quantised = layer(kind, kernels.dtype, num_outputs, 256)
     model = nn.ModuleList([quantised])
     model.get_output_embeddings = lambda: None
-    exact = quantised.dequantise().double()
     rows = rows_of(40, 256, kernels.dtype)
+    exact = exact_product(quantised, rows)
     pack_linear_layers(model, kernels, unshared=(), packed=())
     assert quantised.blocks.numel() == 0
     for num_rows in (1, 3, 40):
         own = quantised(rows[None, :num_rows])
         assert own.shape == (1, num_rows, num_outputs) and own.is_contiguous() and own.dtype == kernels.dtype
-        expected = rows[:num_rows].double() @ exact.T + quantised.bias.double()
-        assert (own[0].double() - expected).abs().max() < 0.02 * expected.abs().max()
+        assert (own[0].double() - exact[:num_rows]).abs().max() < 0.02 * exact[:num_rows].abs().max()
 
 
 def test_layers_of_several_kinds_lie_side_by_side(kernels):
@@ -207,10 +206,11 @@ def test_a_processor_without_the_newest_instructions_computes_the_same(monkeypat
         exact = quantised.dequantise().double()
         for num_rows in (1, 20):
             rows = rows_of(num_rows, 512, torch.bfloat16)
-            expected = rows.double() @ exact.T + quantised.bias.double()
+            expected = exact_product(quantised, rows)
             with torch.no_grad():
                 own = PackedLinear(quantised, kernels)(rows).double()
                 huge = huge_rows(num_rows, exact, torch.bfloat16)
                 largest = PackedLinear(quantised, kernels)(huge).double()
             assert (own - expected).abs().max() < 0.01 * expected.abs().max()
-            assert (largest - huge.double() @ exact.T).norm() < 0.01 * (huge.double() @ exact.T).norm()
+            exact_largest = exact_product(quantised, huge)
+            assert (largest - exact_largest).norm() < 0.01 * exact_largest.norm()

@@ -1,7 +1,6 @@
 """Attention modules in whose place one kernel norms and turns q and k and writes K and V, here a dense form of it."""
 
 import copy
-import logging
 import threading
 
 import pytest
@@ -17,7 +16,7 @@ from nanovllm.features.ranks.sharding import shard_model
 from tests.support.dense_rotary import dense_rotate
 from tests.support.other_models import small
 from tests.support.ranks import run_on_ranks
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import DTYPES, LLAMAS_KIND, tiny_model
 
 NUM_TOKENS = 24
 
@@ -65,10 +64,8 @@ def logits_of(binding, tokens):
     return binding.forward_step(step, tokens, positions, slots, positions)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=["float32", "bfloat16"]
-)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.03)], ids=str)
+@LLAMAS_KIND
 def test_a_fused_model_computes_what_its_own_modules_do(fuse, family, dtype, tolerance):
     model, tokens = tiny_model(family, dtype=dtype), torch.randint(512, (NUM_TOKENS,))
     with torch.no_grad():
@@ -129,7 +126,7 @@ def test_without_the_kernel_the_modules_run_as_they_are(fuse):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    "make, reason",
     [
         (lambda: tiny_model("olmo2"), "no RMS norm q_norm over"),
         (lambda: small("Nemotron", head_dim=32, partial_rotary_factor=0.5), "only a part of each head"),
@@ -139,22 +136,17 @@ def test_without_the_kernel_the_modules_run_as_they_are(fuse):
         (lambda: small("Olmo", clip_qkv=1e6), "computes with 'clamp_'"),
         (lambda: small("Phi3"), "has no linear layer q_proj"),
     ],
-    ids=[
-        "norms over all heads", "partial rotary", "pairs of neighbours", "a layer without rotary embedding",
-        "norms by 1 + weight", "values clipped, none of them here", "one linear layer",
-    ],
-)  # fmt: skip
-def test_modules_of_another_kind_run_as_they_are(fuse, caplog, make, reason):
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        binding = fuse(make())
+)
+def test_modules_of_another_kind_run_as_they_are(fuse, info_log, make, reason):
+    binding = fuse(make())
     assert not is_fused(binding)
-    [message] = [record.getMessage() for record in caplog.records if "run as they are" in record.getMessage()]
+    [message] = [record.getMessage() for record in info_log.records if "run as they are" in record.getMessage()]
     assert reason in message
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("factor", [1.1, 0.98, 0.995])
-def test_a_module_that_changes_the_output_of_attention_runs_as_it_is(fuse, caplog, factor, dtype):
+def test_a_module_that_changes_the_output_of_attention_runs_as_it_is(fuse, info_log, factor, dtype):
     model = tiny_model("qwen3", dtype=dtype)
     attention = model.model.layers[1].self_attn
 
@@ -164,9 +156,8 @@ def test_a_module_that_changes_the_output_of_attention_runs_as_it_is(fuse, caplo
             return factor * output, weights
 
     attention.__class__ = Scaled
-    with caplog.at_level(logging.INFO, logger="nanovllm"):
-        assert not is_fused(fuse(model))
-    assert "its output differs" in caplog.text
+    assert not is_fused(fuse(model))
+    assert "its output differs" in info_log.text
 
 
 def test_a_module_with_other_norms_for_q_and_k_runs_as_it_is(fuse):

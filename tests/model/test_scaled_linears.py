@@ -79,7 +79,7 @@ def test_on_load_all_layers_but_the_head_are_quantised_and_others_freed(scaled_m
     assert 0 < (logits - plain).norm() / plain.norm() < 0.3
 
 
-@pytest.mark.parametrize(("sizes", "reason"), [((40, 64), "not multiples of 16"), ((64, 64), "cpu does not")])
+@pytest.mark.parametrize("sizes, reason", [((40, 64), "not multiples of 16"), ((64, 64), "cpu does not")])
 def test_a_weight_without_a_product_says_why(sizes, reason):
     assert reason in why_not(*sizes, torch.device("cpu"))
 

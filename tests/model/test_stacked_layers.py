@@ -8,59 +8,54 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from nanovllm.errors import NotFusedError
 from nanovllm.fast.kernels import layer_stack
 from nanovllm.fast.layers.layer_equations import RECORDING_NAME
 from nanovllm.fast.layers.stacked_layers import StackedLayers
-from nanovllm.fast.replaced_layers import FastLayers
-from tests.support.decode_steps import BLOCK_SIZE, binding_of, hidden_step
-from tests.support.reference_stack import ReferenceStack
+from tests.support.decode_steps import (
+    BLOCK_SIZE,
+    answering_alike,
+    binding_of,
+    hidden_step,
+    stack_layers,
+    tiny_binding,
+)
+from tests.support.other_models import small
+from tests.support.reference_stack import ReferenceStack, stand_in
 from tests.support.scaled_parts import PLACES, computing, scale_part
-from tests.support.tiny_models import VOCAB_SIZE, tiny_model
+from tests.support.tiny_models import LLAMAS_KIND, VOCAB_SIZE, tiny_model
 
 
 @pytest.fixture(autouse=True)
 def reference_stack(monkeypatch):
-    monkeypatch.setattr(layer_stack, "LayerStack", ReferenceStack)
-    monkeypatch.setattr(layer_stack, "why_not", lambda *_: None)
-    monkeypatch.setattr(ReferenceStack, "launches", [])
+    stand_in(monkeypatch)
 
 
 def stacked(binding):
     """Whether the layers run as one after they were compared; the launches of comparing are forgotten."""
-    FastLayers(binding).stack_layers(
-        BLOCK_SIZE, lambda: [hidden_step(binding, [0, 5, 20]), hidden_step(binding, [30, 31])]
-    )
+    stack_layers(binding)
     ReferenceStack.launches.clear()
     hidden_step(binding, [1])
     return bool(ReferenceStack.launches)
 
 
 def test_a_closed_binding_keeps_neither_way_to_call_its_layers():
-    binding = binding_of(tiny_model("llama", dtype=torch.bfloat16))
+    binding = tiny_binding(rotary=False)
     assert stacked(binding)
     binding.close()
     assert not binding.calls and binding.stacked is None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])
+@LLAMAS_KIND
 def test_layers_of_llamas_kind_run_as_one_and_answer_as_their_modules(family):
-    binding = binding_of(tiny_model(family, dtype=torch.bfloat16))
-    caches = [cache.clone() for cache in binding.caches.of_layers]
-    expected = hidden_step(binding, [0, 17, 33])
-    written = [cache.clone() for cache in binding.caches.of_layers]
-    assert stacked(binding)
-    for cache, before in zip(binding.caches.of_layers, caches, strict=True):
-        cache.copy_(before)
-    ReferenceStack.launches.clear()
-    own = hidden_step(binding, [0, 17, 33])
+    binding = tiny_binding(family, rotary=False)
+    with answering_alike(binding, [0, 17, 33]):
+        assert stacked(binding)
+        ReferenceStack.launches.clear()
     assert ReferenceStack.launches == [2]
-    torch.testing.assert_close(own, expected, atol=0.06, rtol=0.06)
-    for cache, right in zip(binding.caches.of_layers, written, strict=True):
-        torch.testing.assert_close(cache[:, 2 * BLOCK_SIZE :], right[:, 2 * BLOCK_SIZE :], atol=0.06, rtol=0.06)
 
 
 class InItsPlace(nn.Module):
@@ -75,7 +70,7 @@ class InItsPlace(nn.Module):
 
 
 def test_layers_whose_attention_modules_are_replaced_in_steps_run_as_one_too():
-    binding = binding_of(tiny_model("qwen3", dtype=torch.bfloat16))
+    binding = tiny_binding("qwen3", rotary=False)
     layers = binding.model.model.layers
     binding.rotary_changes = [(layer._modules, "self_attn", InItsPlace(layer.self_attn)) for layer in layers]
     hidden_step(binding, [3])
@@ -85,7 +80,7 @@ def test_layers_whose_attention_modules_are_replaced_in_steps_run_as_one_too():
 
 @pytest.mark.parametrize("num_rows", [3, 5, 16])
 def test_steps_of_other_numbers_of_rows_run_layer_by_layer(num_rows):
-    binding = binding_of(tiny_model("llama", dtype=torch.bfloat16))
+    binding = tiny_binding(rotary=False)
     expected = hidden_step(binding, [0, 17], num_rows)
     assert stacked(binding)
     ReferenceStack.launches.clear()
@@ -93,24 +88,23 @@ def test_steps_of_other_numbers_of_rows_run_layer_by_layer(num_rows):
     assert ReferenceStack.launches == []
 
 
-def small(config_class, model_class, **fields):
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256}  # fmt: skip
-    return model_class(config_class(**(sizes | fields))).bfloat16().eval()
-
-
 def tiny_llama(**fields):
-    return tiny_model("llama", dtype=torch.bfloat16, **fields)
+    return tiny_model(dtype=torch.bfloat16, **fields)
+
+
+def granite(**fields):
+    return small("Granite", hidden_size=128, num_attention_heads=4, num_key_value_heads=2, **fields).bfloat16()
 
 
 DIFFERENT = {
     "another activation": (lambda: tiny_llama(hidden_act="gelu"), "no SiLU"),
     "biases in the MLP": (lambda: tiny_llama(mlp_bias=True), "bias"),
     "a bias behind attention": (lambda: tiny_llama(attention_bias=True), "bias"),
-    "scaled residuals": (
-        lambda: small(GraniteConfig, GraniteForCausalLM, residual_multiplier=0.5, attention_multiplier=0.25),
-        "computes something else",
+    "scaled scores": (
+        lambda: granite(residual_multiplier=0.5, attention_multiplier=0.25), "computes something else"
     ),
+    "residuals times 0.98": (lambda: granite(residual_multiplier=0.98), "between attention and its second norm"),
+    "residuals times 0.995": (lambda: granite(residual_multiplier=0.995), "between attention and its second norm"),
     "GPT-2": (
         lambda: GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=VOCAB_SIZE)).bfloat16().eval(),
         "layers run|no mlp|has no|passes nothing",
@@ -119,18 +113,17 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_a_model_that_differs_runs_as_it_is(name, caplog):
+def test_a_model_that_differs_runs_as_it_is(name, info_log):
     make, reason = DIFFERENT[name]
     torch.manual_seed(0)
     binding = binding_of(make())
     expected = hidden_step(binding, [0, 17])
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert not stacked(binding)
-    assert any(re.search(reason, record.message) for record in caplog.records), caplog.text
+    assert not stacked(binding)
+    assert re.search(reason, info_log.text)
     assert torch.equal(hidden_step(binding, [0, 17]), expected)
 
 
-@pytest.mark.parametrize("rotary", [False, True], ids=["modules", "fused attention"])
+@pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_factor_of_half_a_percent_anywhere_in_a_layer_keeps_the_modules(place, rotary, monkeypatch):
     model = tiny_llama()
@@ -153,14 +146,14 @@ class ScaledInput(nn.Module):
 
 
 def test_a_factor_before_fused_attention_keeps_the_modules():
-    binding = binding_of(tiny_llama(), rotary=True)
+    binding = tiny_binding()
     assert binding.rotary_changes
     binding.rotary_changes = [(children, name, ScaledInput(fused)) for children, name, fused in binding.rotary_changes]
     assert not stacked(binding)
 
 
 @pytest.mark.parametrize("name", ["keys", "values"])
-def test_a_kernel_that_writes_no_k_or_v_keeps_the_modules(name, monkeypatch, caplog):
+def test_a_kernel_that_writes_no_k_or_v_keeps_the_modules(name, monkeypatch, info_log):
     run = ReferenceStack.run
 
     def forgets(stack, *args, **options):
@@ -171,35 +164,25 @@ def test_a_kernel_that_writes_no_k_or_v_keeps_the_modules(name, monkeypatch, cap
         return output
 
     monkeypatch.setattr(ReferenceStack, "run", forgets)
-    binding = binding_of(tiny_llama())
+    binding = tiny_binding(rotary=False)
     expected = hidden_step(binding, [0, 17])
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert not stacked(binding)
-    assert f"its {name} differ by up to 2.0e+00" in caplog.text
+    assert not stacked(binding)
+    assert f"its {name} differ by up to 2.0e+00" in info_log.text
     assert torch.equal(hidden_step(binding, [0, 17]), expected)
 
 
-@pytest.mark.parametrize("multiplier", [0.98, 0.995])
-def test_scaled_residuals_keep_the_modules(multiplier, caplog):
-    binding = binding_of(small(GraniteConfig, GraniteForCausalLM, residual_multiplier=multiplier))
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert not stacked(binding)
-    assert "between attention and its second norm" in caplog.text
-
-
 @pytest.mark.costly
-@pytest.mark.parametrize("rotary", [False, True], ids=["modules", "fused attention"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("rotary", [False, True])
+@LLAMAS_KIND
 def test_layers_of_llamas_kind_run_as_one_whatever_their_weights(family, rotary):
     for seed in range(2):
-        binding = binding_of(tiny_model(family, seed=seed, num_layers=8, dtype=torch.bfloat16), rotary=rotary)
+        binding = tiny_binding(family, seed=seed, num_layers=8, rotary=rotary)
         assert bool(binding.rotary_changes) == rotary
         assert stacked(binding)
 
 
 def test_what_computes_something_between_two_layers_is_found_out():
-    binding = binding_of(tiny_llama())
-    second = binding.model.model.layers[1]
+    binding = tiny_binding(rotary=False)
     stack = StackedLayers(binding.layer_modules, binding.layers, binding.caches.of_layers, {}, BLOCK_SIZE)
     binding.calls = stack.comparing_calls()
     binding.install(RECORDING_NAME)
@@ -210,22 +193,20 @@ def test_what_computes_something_between_two_layers_is_found_out():
         binding.install(RECORDING_NAME)
         with pytest.raises(NotFusedError, match="between the layers"):
             hidden_step(binding, [0, 17])
-    assert isinstance(second, nn.Module)
 
 
 @pytest.mark.parametrize("num_layers", [2, 3])
-def test_a_model_that_reads_an_early_layers_output_behind_the_last_runs_as_it_is(num_layers, monkeypatch, caplog):
+def test_a_model_that_reads_an_early_layers_output_behind_the_last_runs_as_it_is(num_layers, monkeypatch, info_log):
     def unread(hidden):
         assert hidden.shape[0] == 1 and hidden.dtype == torch.bfloat16  # no element is read
         return hidden
 
     forward = computing(unread, after=lambda states: states[-1] + 2 * states[0])
     monkeypatch.setattr(LlamaModel, "forward", forward)
-    binding = binding_of(tiny_llama(num_layers=num_layers))
+    binding = tiny_binding(rotary=False, num_layers=num_layers)
     expected = hidden_step(binding, [0, 17])
-    with caplog.at_level("INFO", logger="nanovllm"):
-        assert not stacked(binding)
-    assert "reads a layer's output" in caplog.text
+    assert not stacked(binding)
+    assert "reads a layer's output" in info_log.text
     assert torch.equal(hidden_step(binding, [0, 17]), expected)
 
 

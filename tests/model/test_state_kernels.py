@@ -5,13 +5,13 @@ import inspect
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.fast.kernels.cpp_states import load_state_kernels
 from nanovllm.fast.kernels.processor_classes import VARIABLE, targets
 from nanovllm.fast.kernels.state_checks import first_wrong
-from nanovllm.features.states import state_kernels
+from tests.support import llms
 from tests.support.class_cases import own_answers
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, greedy, token_ids
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 
 # Of each function that a kernel replaces, and the states that stay in their slots.
@@ -25,7 +25,7 @@ OPTIONS = {
     "max_model_len": 224, "max_num_seqs": 4, "num_kv_blocks": 10, "max_num_batched_tokens": 90, "block_size": 64,
 }  # fmt: skip
 ANSWER = 14
-GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+GREEDY = greedy(ANSWER, ignore_eos=True)
 
 
 def prompts():
@@ -40,7 +40,7 @@ def layers_of(llm):
 
 
 def generate(llm, asked):
-    return [output.outputs[0].token_ids for output in llm.generate(asked, GREEDY, use_tqdm=False)]
+    return token_ids(llms.generate(llm, asked, GREEDY))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_forward_that_the_owner_set_is_the_one_that_runs():
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", ["convolution", "delta_rule"])
-def test_a_kernel_that_differs_is_not_used(monkeypatch, caplog, kernels, kind):
+def test_a_kernel_that_differs_is_not_used(monkeypatch, info_log, kernels, kind):
     right = getattr(kernels, kind)
 
     def wrong(*args, **kwargs):
@@ -118,11 +118,11 @@ def test_a_kernel_that_differs_is_not_used(monkeypatch, caplog, kernels, kind):
 
     by_name = {name: (state, wrong if call == right else call) for name, (state, call) in kernels.by_name.items()}
     monkeypatch.setattr(kernels, "by_name", by_name)
-    monkeypatch.setattr(state_kernels, "find_kernel", lambda *_: lambda: kernels)
+    monkeypatch.setattr("nanovllm.features.states.state_kernels.find_kernel", lambda *_: lambda: kernels)
     model = tiny_class_model("Qwen3_5ForCausalLM")
-    with caplog.at_level("INFO", logger="nanovllm"), LLM(model, **OPTIONS) as llm:
+    with LLM(model, **OPTIONS) as llm:
         assert not any(layer.kernel_forward for layer in layers_of(llm))
-        assert "decodes of Qwen3_5GatedDeltaNet update states by torch's operations: results differ by" in caplog.text
+        assert "decodes of Qwen3_5GatedDeltaNet update states by torch's operations: results differ by" in info_log.text
         assert generate(llm, prompts()[:3]) == own_answers(model, prompts()[:3], ANSWER)
 
 
@@ -138,7 +138,7 @@ def test_chunks_are_computed_by_the_library_where_a_kernel_does_not_serve_them(m
         return output + 0.1, pool
 
     monkeypatch.setitem(kernels.prefills, "torch_chunk_gated_delta_rule", wrong)
-    monkeypatch.setattr(state_kernels, "find_kernel", lambda *_: lambda: kernels)
+    monkeypatch.setattr("nanovllm.features.states.state_kernels.find_kernel", lambda *_: lambda: kernels)
     model, asked = tiny_class_model("Qwen3_5ForCausalLM"), prompts()
     with LLM(model, **OPTIONS) as llm:
         assert all(layer.chunks is not None and layer.chunks.kernels is None for layer in layers_of(llm))

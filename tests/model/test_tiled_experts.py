@@ -1,6 +1,5 @@
 """Routed experts in a GPU's tiles compute as the dequantised ones of `transformers`; here by the kernels' reference."""
 
-import logging
 import math
 
 import pytest
@@ -38,6 +37,12 @@ def load(folder, option, dtype="bfloat16"):
 
 def save(folder, form):
     return save_mxfp4(folder) if form == "mxfp4" else save_quantised(folder, form, small_moe())
+
+
+@pytest.fixture
+def experts(gpu, tmp_path):
+    """Packed ones of a small GPT-OSS's first layer."""
+    return placed(load(save_mxfp4(tmp_path), "keep"))[0]
 
 
 def routes(num_rows, num_experts=4, top_k=2):
@@ -82,8 +87,7 @@ def test_packed_experts_take_a_quarter_of_the_memory(tmp_path, gpu):
     assert own < 0.32 * plain  # scales take as much as an eighth of 4-bit weights; biases are plain
 
 
-def test_torch_compile_takes_the_experts_whole(tmp_path, gpu):
-    (experts, *_) = placed(load(save(tmp_path, "mxfp4"), "keep"))
+def test_torch_compile_takes_the_experts_whole(experts):
     states = torch.randn(5, experts.up.width).bfloat16()
     arguments = states, *routes(5)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
@@ -140,16 +144,9 @@ def test_other_gates_run_in_the_code_of_the_model(tmp_path, gpu):
 @pytest.mark.parametrize("form, dtype", [("fp8-block", "bfloat16"), ("mxfp4", "float32")])
 def test_experts_without_a_kernel_are_dequantised_with_the_bytes_said(form, dtype, tmp_path, gpu, caplog):
     model = load(save(tmp_path, form), "keep", dtype)
-    with caplog.at_level(logging.WARNING, logger="nanovllm"):
-        assert placed(model) == []
+    assert placed(model) == []
     assert "2 modules of experts have no kernel for their quantised weights" in caplog.text
     assert not any(KEPT_EXPERTS in vars(module) for module in model.modules())
-
-
-def test_experts_are_dequantised_unless_they_are_to_be_packed(tmp_path, gpu):
-    model = load(save(tmp_path, "mxfp4"), "keep")
-    tiled.place(model, CPU)
-    assert len(plain_experts(model)) == 2 and not any(isinstance(module, TiledExperts) for module in model.modules())
 
 
 def test_a_kernel_that_errs_by_some_percent_is_refused(tmp_path, gpu, monkeypatch):
@@ -163,16 +160,14 @@ def test_a_kernel_that_errs_by_some_percent_is_refused(tmp_path, gpu, monkeypatc
         placed(model)
 
 
-def test_pairs_of_no_expert_get_zeros(tmp_path, gpu):
-    (experts, *_) = placed(load(save(tmp_path, "mxfp4"), "keep"))
+def test_pairs_of_no_expert_get_zeros(experts):
     products = expert_products(
         torch.randn(2, 128), torch.tensor([1, 4, 4, 0]), 2, experts.up.experts, None, gathers=True
     )
     assert (products == 0).all(dim=1).tolist() == [False, True, True, False]
 
 
-def test_weights_are_not_loaded_from_a_state_dict(tmp_path, gpu):
-    (experts, *_) = placed(load(save(tmp_path, "mxfp4"), "keep"))
+def test_weights_are_not_loaded_from_a_state_dict(experts):
     with pytest.raises(ValueError, match="state dict"):
         experts.load_state_dict({})
     assert "experts=4, in_features=128, out_features=128" in repr(experts)

@@ -20,15 +20,19 @@ CPU = torch.device("cpu")
 BOUNDS = {"NVFP4 over": 3e-7, "W4 exact zeros": 2e-6}
 
 
+def tiled(kind, *sizes, **options):
+    return tiled_linear(random_layer(kind, *sizes, **options).quantised_parts())
+
+
 @pytest.mark.parametrize("sizes", [(48, 256), (200, 512), (7, 768)], ids=str)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FLOATS])
 def test_tiles_hold_the_weight(kind, sizes):
     layer = random_layer(kind, *sizes, torch.randn(sizes[0]))
-    tiled = tiled_linear(layer.quantised_parts(), layer.bias)
+    own = tiled_linear(layer.quantised_parts(), layer.bias)
     bound = BOUNDS.get(kind, 0)
-    torch.testing.assert_close(tiled.dequantise(), layer.dequantise(), rtol=bound, atol=bound)
+    torch.testing.assert_close(own.dequantise(), layer.dequantise(), rtol=bound, atol=bound)
     states = torch.randn(3, sizes[1])
-    torch.testing.assert_close(tiled(states), layer(states), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own(states), layer(states), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -36,17 +40,17 @@ def test_tiles_hold_the_weight(kind, sizes):
     [("W4 groups", 64, ""), ("W4 zeros", 128, "subtracted"), ("Q4_1", 32, "added"), ("Q6_K", 16, ""), ("int8", 0, "")],
 )
 def test_what_is_equal_is_stored_once(kind, run, shifts):
-    form = tiled_linear(random_layer(kind, 32, 256).quantised_parts()).form
+    form = tiled(kind, 32, 256).form
     assert (form.run, form.shifts) == (run, shifts)
 
 
 def test_tiles_of_several_layers_are_joined():
-    layers = [tiled_linear(random_layer("W4 zeros", rows, 256, seed=rows).quantised_parts()) for rows in (32, 48)]
+    layers = [tiled("W4 zeros", rows, 256, seed=rows) for rows in (32, 48)]
     joined = TiledLinear.joined(layers)
     assert torch.equal(joined.dequantise(), torch.cat([layer.dequantise() for layer in layers]))
-    odd = tiled_linear(random_layer("W4 zeros", 40, 256).quantised_parts())
+    odd = tiled("W4 zeros", 40, 256)
     assert layers[0].kind == layers[1].kind != odd.kind
-    assert odd.kind != tiled_linear(random_layer("W4 zeros", 40, 256).quantised_parts()).kind
+    assert odd.kind != tiled("W4 zeros", 40, 256).kind
 
 
 def test_layers_that_read_one_input_become_one_product():
@@ -54,8 +58,7 @@ def test_layers_that_read_one_input_become_one_product():
     attention = model.model.layers[0].self_attn
     for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
         plain = getattr(attention, name)
-        layer = random_layer("MXFP4", plain.out_features, plain.in_features, seed=number)
-        setattr(attention, name, tiled_linear(layer.quantised_parts()))
+        setattr(attention, name, tiled("MXFP4", plain.out_features, plain.in_features, seed=number))
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         expected = model(tokens).logits
@@ -80,15 +83,15 @@ def test_every_format_has_a_place_on_a_gpu_and_else_is_dequantised(kind, monkeyp
 
 
 def test_a_weight_is_not_read_or_loaded_by_itself():
-    tiled = tiled_linear(random_layer("Q4_1", 32, 256).quantised_parts())
+    layer = tiled("Q4_1", 32, 256)
     with pytest.raises(Exception, match="quantised"):
-        _ = tiled.weight
+        _ = layer.weight
     with pytest.raises(ValueError, match="state dict"):
-        tiled.load_state_dict({})
-    assert "int4 in runs of 32" in repr(tiled) and set(FORMATS) >= {"Q4_1"}
+        layer.load_state_dict({})
+    assert "int4 in runs of 32" in repr(layer) and set(FORMATS) >= {"Q4_1"}
 
 
-@pytest.mark.parametrize("is_gpt_oss", [False, True], ids=["by outputs", "by inputs"])
+@pytest.mark.parametrize("is_gpt_oss", [False, True])
 def test_experts_become_plain_again(is_gpt_oss, tmp_path):
     folder = save_mxfp4(tmp_path) if is_gpt_oss else save_quantised(tmp_path, "ct-nvfp4", small_moe())
     kept, plain = (

@@ -7,14 +7,18 @@ import torch
 from torch import nn
 
 from nanovllm import LLM, SamplingParams
+from tests.support import llms
+from tests.support.class_cases import own_answers
+from tests.support.llms import greedy, token_ids
 from tests.support.refusals import assert_names
 from tests.support.serving import serving
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer, widen
 
 OPTIONS = {"enforce_eager": True, "block_size": 16, "num_kv_blocks": 65, "max_model_len": 128}
 SMALL_HEAD, LARGE_HEAD = VOCAB_SIZE - 112, VOCAB_SIZE + 64
+HEADS = pytest.mark.parametrize("num_rows", [SMALL_HEAD, LARGE_HEAD], ids=["small head", "large head"])
 PROMPTS = random_prompts(3, low=10, high=40)
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
+GREEDY = greedy(10)
 
 
 def model_with_head(num_rows):
@@ -27,33 +31,27 @@ def model_with_head(num_rows):
 
 def generate(model, params=GREEDY, prompts=PROMPTS, **options):
     with LLM(model, tokenizer=tiny_tokenizer(), **(OPTIONS | options)) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(prompts)
-        return [output.outputs[0].token_ids for output in outputs]
+        outputs = llms.generate(llm, prompts, params)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(prompts)
+    return token_ids(outputs)
 
 
-def by_transformers(model, **options):
-    num_rows = model.lm_head.out_features
-    if num_rows > VOCAB_SIZE:
-        options["suppress_tokens"] = list(range(VOCAB_SIZE, num_rows))
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, **options)
-        answers.append(full[0, len(prompt) :].tolist())
-    return answers
+def by_transformers(model):
+    beyond = range(VOCAB_SIZE, model.lm_head.out_features)
+    options = {"suppress_tokens": [*beyond]} if beyond else {}
+    return own_answers(model, PROMPTS, 10, **options)
 
 
 def refused(model, **params):
     with LLM(model, tokenizer=tiny_tokenizer(), **OPTIONS) as llm:
         with pytest.raises(ValueError) as caught:
-            llm.generate(PROMPTS, SamplingParams(**params), use_tqdm=False)
-        assert [len(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == [10, 10, 10]
+            llms.generate(llm, PROMPTS, SamplingParams(**params))
+        assert [len(tokens) for tokens in token_ids(llms.generate(llm, PROMPTS, GREEDY))] == [10, 10, 10]
     return str(caught.value)
 
 
-@pytest.mark.parametrize("num_rows", [SMALL_HEAD, LARGE_HEAD], ids=["small head", "large head"])
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": False}], ids=["eager", "default"])
+@HEADS
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": False}], ids=str)
 def test_answers_are_those_of_transformers_over_tokens_that_can_be_embedded(num_rows, options):
     model = model_with_head(num_rows)
     assert generate(model, **options) == by_transformers(model)
@@ -69,7 +67,7 @@ def test_a_token_without_an_embedding_is_never_drawn():
     assert answers[0] == by_transformers(model)[0]
 
 
-@pytest.mark.parametrize("num_rows", [SMALL_HEAD, LARGE_HEAD], ids=["small head", "large head"])
+@HEADS
 @pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids", "allowed_token_ids"])
 def test_parameters_with_a_token_that_cannot_be_drawn_are_refused_with_the_limit(name, num_rows):
     limit = min(num_rows, VOCAB_SIZE)
@@ -84,15 +82,13 @@ def test_more_logprobs_than_tokens_that_can_be_drawn_are_refused():
 def test_a_prompt_with_a_token_beyond_the_embedding_is_refused():
     llm = LLM(model_with_head(LARGE_HEAD), **OPTIONS)
     with pytest.raises(ValueError, match=f"token id {VOCAB_SIZE}, outside the vocabulary of {VOCAB_SIZE}"):
-        llm.generate([[1, VOCAB_SIZE]], GREEDY, use_tqdm=False)
+        llms.generate(llm, [[1, VOCAB_SIZE]])
 
 
 def test_penalties_count_what_has_logits_and_leave_the_neighbours_alone():
     model = model_with_head(SMALL_HEAD)
     assert any(token >= SMALL_HEAD for token in PROMPTS[0])
-    penalised = SamplingParams(
-        temperature=0.0, max_tokens=10, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5
-    )
+    penalised = greedy(10, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5)
     alone = generate(model, penalised, PROMPTS[:1])
     assert generate(model, [penalised, GREEDY, GREEDY]) == alone + by_transformers(model)[1:]
 
@@ -101,7 +97,7 @@ def test_the_repetition_penalty_over_a_prompt_without_logits_is_that_of_its_othe
     model = model_with_head(SMALL_HEAD)
     with torch.no_grad():
         model.model.embed_tokens.weight[SMALL_HEAD + 1] = model.model.embed_tokens.weight[7]
-    penalised = SamplingParams(temperature=0.0, max_tokens=10, repetition_penalty=1.5)
+    penalised = greedy(10, repetition_penalty=1.5)
     prompt = [3, 7, 9, 11]
     expected = generate(model, penalised, [prompt, [*prompt, 7]])
     assert generate(model, penalised, [prompt, [*prompt, SMALL_HEAD + 1]]) == expected
@@ -111,27 +107,25 @@ def test_a_bad_word_that_cannot_be_drawn_forbids_nothing_of_the_neighbours():
     word = tiny_tokenizer().decode([SMALL_HEAD + 12])
     assert tiny_tokenizer().encode(word, add_special_tokens=False) == [SMALL_HEAD + 12]
     # In a flat view of the logits, the place of the word is that of token 12 in the row behind.
-    params = SamplingParams(temperature=0.0, max_tokens=10, bad_words=[word])
-    biased = SamplingParams(temperature=0.0, max_tokens=10, logit_bias={12: 100.0})
-    answers = generate(model_with_head(SMALL_HEAD), [params, biased, GREEDY])
+    params = [greedy(10, bad_words=[word]), greedy(10, logit_bias={12: 100.0}), GREEDY]
+    answers = generate(model_with_head(SMALL_HEAD), params)
     assert answers[1] == [12] * 10
 
 
 def test_an_end_of_sequence_token_that_cannot_be_drawn_is_no_stop_token():
     model = model_with_head(SMALL_HEAD)
     model.generation_config.eos_token_id = [SMALL_HEAD + 5]
-    params = SamplingParams(temperature=0.0, max_tokens=10, min_tokens=5)
     expected = by_transformers(model)
-    assert generate(model, params) == expected
+    assert generate(model, greedy(10, min_tokens=5)) == expected
 
 
-@pytest.mark.parametrize("num_rows", [SMALL_HEAD, LARGE_HEAD], ids=["small head", "large head"])
+@HEADS
 def test_logprobs_are_of_the_distribution_over_tokens_that_can_be_drawn(num_rows):
     model, limit = model_with_head(num_rows), min(num_rows, VOCAB_SIZE)
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, prompt_logprobs=2)
+    params = greedy(1, logprobs=2, prompt_logprobs=2)
     prompt = [*PROMPTS[0], SMALL_HEAD + 3, 5]
     with LLM(model, **OPTIONS) as llm:
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        (output,) = llms.generate(llm, [prompt], params)
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, :, :limit].float().log_softmax(dim=-1)
     [report] = output.outputs[0].logprobs
@@ -153,7 +147,7 @@ def test_a_vocabulary_that_its_owner_made_smaller_meanwhile_is_an_error_not_a_sh
     with LLM(model, **OPTIONS) as llm:
         model.lm_head = nn.Linear(model.config.hidden_size, SMALL_HEAD, bias=False)
         with pytest.raises(Exception, match=f"{SMALL_HEAD} tokens, and {VOCAB_SIZE} when this engine was built"):
-            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+            llms.generate(llm, PROMPTS)
 
 
 def test_the_server_describes_the_tokens_that_can_be_sampled():

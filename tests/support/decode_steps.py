@@ -1,5 +1,6 @@
 """Steps of decodes through a binding, on a CPU, as a GPU's backend lays them out."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.features.composition.binding import build_binding
 from tests.support.dense_rotary import dense_rotate
 from tests.support.reference_stack import DenseDecodes
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_models import VOCAB_SIZE, tiny_model
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 
@@ -29,6 +30,31 @@ def binding_of(model, *, rotary=False):
     for cache in binding.caches.of_layers:
         cache.normal_()
     return binding
+
+
+def tiny_binding(family="llama", *, dtype=torch.bfloat16, rotary=True, **fields):
+    return binding_of(tiny_model(family, dtype=dtype, **fields), rotary=rotary)
+
+
+@contextmanager
+def answering_alike(binding, positions, num_rows=4):
+    """A step after what is changed within gives the states, K and V of one before, within rounding."""
+    caches = [cache.clone() for cache in binding.caches.of_layers]
+    expected = hidden_step(binding, positions, num_rows)
+    written = [cache.clone() for cache in binding.caches.of_layers]
+    yield
+    for cache, before in zip(binding.caches.of_layers, caches, strict=True):
+        cache.copy_(before)
+    torch.testing.assert_close(hidden_step(binding, positions, num_rows), expected, atol=0.06, rtol=0.06)
+    for cache, right in zip(binding.caches.of_layers, written, strict=True):
+        own, right = cache[:, 2 * BLOCK_SIZE :], right[:, 2 * BLOCK_SIZE :]
+        assert (own - right).norm() < 0.02 * right.norm()
+
+
+def stack_layers(binding, *positions):
+    """Let the layers run as one where they compute the same in steps at these positions."""
+    steps = positions or ([0, 5, 20], [30, 31])
+    FastLayers(binding).stack_layers(BLOCK_SIZE, lambda: [hidden_step(binding, each) for each in steps])
 
 
 def hidden_step(binding, positions, num_rows=4):

@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 
+import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
@@ -16,6 +17,7 @@ POOLS = {
     "small chunks": {"max_num_batched_tokens": 40, "max_num_seqs": 8},
     "tiny pool": {"num_kv_blocks": 17, "max_model_len": 230, "max_num_batched_tokens": 80},
 }
+OVERLAP = pytest.mark.parametrize("overlap", [False, True])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(seed=7, max_tokens=12)
 

@@ -68,3 +68,8 @@ class KnownAnswers:
         answer = self._answers[tuple(request.token_ids[: request.num_prompt_tokens])][request.index]
         start = request.num_tokens - request.num_prompt_tokens
         return list(answer[start : start + request.max_tokens])
+
+
+def known_answers(prompts, answers, change=unchanged):
+    """Drafts from one answer to each prompt."""
+    return KnownAnswers({tuple(prompt): [answer] for prompt, answer in zip(prompts, answers, strict=True)}, change)

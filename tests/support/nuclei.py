@@ -1,4 +1,4 @@
-"""Logits whose most probable token has half of all mass, to the last bit."""
+"""Random logits, and those whose most probable token has half of all mass, to the last bit."""
 
 import math
 
@@ -17,3 +17,7 @@ def nuclei_that_end_exactly():
         mass = masses(row)
         assert mass[0] == mass[1:].sum()
     return rows
+
+
+def random_logits(num_rows, vocab_size, *, scale=2.0, seed=0):
+    return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))

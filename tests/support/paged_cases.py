@@ -207,3 +207,19 @@ TRAITS = {
     "wide values": {"value_dim": 96},
     "all at once": {"window": 23, "softcap": 0.9, "has_sinks": True, "value_dim": 32},
 }
+
+
+def random_spans(seed, longest=60):
+    """Up to five sequences of a step, each with up to so many tokens before it."""
+    choice = random.Random(seed)
+    spans = []
+    for _ in range(choice.randint(1, 5)):
+        start = choice.choice([0, choice.randint(0, longest)])
+        spans.append((start, choice.choice([1, choice.randint(1, 40)])))
+    return spans
+
+
+def assert_dense(backend, spans, **options):
+    """A step of these spans is, by a backend, what dense attention makes of it."""
+    case = PagedCase(spans, **options)
+    case.check(case.run(backend(case)))

@@ -74,3 +74,9 @@ def random_layer(kind, num_rows, width, bias=None, *, dtype=torch.float32, seed=
         factors = torch.randint(-3, 4, factors.shape, generator=generator) + int(127 + math.log2(_SIZES[values]))
     zeros = torch.randint(16, factors.shape, generator=generator) if has_zeros else None
     return QuantisedLinear(form, form.join(bits, factors.to(scales), zeros, whole), bias, dtype=dtype)
+
+
+def exact_product(layer, rows):
+    """Rows times the dequantised weight, and its bias, in float64."""
+    product = rows.double() @ layer.dequantise().double().T
+    return product if layer.bias is None else product + layer.bias.double()

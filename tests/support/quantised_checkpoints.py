@@ -10,7 +10,14 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE, tiny_model, widen
@@ -184,3 +191,43 @@ def configure(folder, settings):
     config = json.loads(path.read_text())
     config.pop("quantization_config", None)
     path.write_text(json.dumps(config | ({} if settings is None else {"quantization_config": settings})))
+
+
+def by_library(folder, dtype=torch.float32, auto_class=AutoModelForCausalLM):
+    """The model of `transformers`, dequantised by itself."""
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config["dequantize"] = True
+    return auto_class.from_pretrained(folder, config=config, dtype=dtype).eval()
+
+
+def by_producer(folder, form, model, dtype=torch.float32):
+    """The model with weights that compressed-tensors widens one by one, saved plain and loaded by `transformers`."""
+    scheme, _ = settings_of(form)
+
+    def widened(name, tensor):
+        if not name.endswith("_proj.weight"):
+            return {name: tensor}
+        parts = {role: part for role, part in compressed(tensor, scheme).items() if role != "input_scale"}
+        return {name: decompressed(parts, scheme).float()}
+
+    model.save_pretrained(folder)
+    rewrite(folder, widened, None)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def decompressed(parts, scheme):
+    """The weight of such tensors, by `compressed-tensors`."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    return BaseCompressor.get_value_from_registry(scheme.format).decompress(parts, scheme)["weight"]
+
+
+def as_modelopt(folder):
+    """Rewrite NVFP4 of `compressed-tensors` as modelopt does, whose global scales are the other's reciprocals."""
+    ends = {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"}
+
+    def renamed(name, value):
+        module, _, suffix = name.rpartition(".")
+        return {f"{module}.{ends.get(suffix, suffix)}": 1 / value if suffix == "weight_global_scale" else value}
+
+    rewrite(folder, renamed, {"quant_method": "modelopt", "quant_algo": "NVFP4"})

@@ -54,15 +54,28 @@ def write_gguf(
             _write(writer, stored, part, wanted if part.dim() > 1 else "F32", row_order(architecture, stored, config))
     for name, values in (more or {}).items():
         writer.add_tensor(name, np.asarray(values, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     if architecture in SHIFTED:  # the file has 1 + w, rounded
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.data = (parameter.data + 1) - 1
     return path
+
+
+def write_header(path, architecture="llama", **fields):
+    """Write a file without tensors; fields have the names of the writer's methods, without `add_`."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in fields.items():
+        getattr(writer, f"add_{name}")(value)
+    return finish(writer)
+
+
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return writer.path
 
 
 def _parts(stored, base, parameter):

@@ -6,8 +6,10 @@ prompt. A model whose output collapses to one repeated token would pass any comp
 
 import copy
 import functools
+import json
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -41,6 +43,9 @@ _FAMILIES = {
 FAMILIES = tuple(_FAMILIES)
 MAX_BUILT = 4  # of 6 MB
 _BUILT = {}  # a copy takes a fifth of the time
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+LLAMAS_KIND = pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "mistral"])  # whose layers are fused
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -163,6 +168,11 @@ def save_tiny(
     if with_tokenizer:
         tiny_tokenizer().save_pretrained(folder)
     return Path(folder)
+
+
+def edit_json(path, **values):
+    """Change values of a file, such as a saved model's config."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def random_prompts(count, *, low=4, high=64, seed=0):
