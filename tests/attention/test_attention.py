@@ -2,14 +2,23 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from nanovllm.attention import AttentionStep, paged_attention, step_in_force
 from nanovllm.flex import FlexAttention
 from nanovllm.layout import build_layout
-from tests.support.paged_cases import DEVICE, MIXED_STEPS, NUM_BLOCKS, PagedCase, cpp, flex, sdpa
+from tests.support.paged_cases import (
+    DEVICE,
+    MIXED_STEPS,
+    NUM_BLOCKS,
+    PagedCase,
+    assert_dense,
+    cpp,
+    flex,
+    random_spans,
+    sdpa,
+)
 
 # The C++ kernel is the CPU's own.
 BACKENDS = pytest.mark.parametrize("backend", [sdpa, flex, cpp] if DEVICE.type == "cpu" else [sdpa, flex])
@@ -19,21 +28,14 @@ BACKENDS = pytest.mark.parametrize("backend", [sdpa, flex, cpp] if DEVICE.type =
 @BACKENDS
 @pytest.mark.parametrize("spans", MIXED_STEPS.values(), ids=MIXED_STEPS.keys())
 def test_a_step_over_shuffled_poisoned_blocks_equals_dense_attention(backend, spans):
-    case = PagedCase(spans)
-    case.check(case.run(backend(case)))
+    assert_dense(backend, spans)
 
 
 @pytest.mark.full
 @BACKENDS
 def test_any_split_of_any_sequences_equals_dense_attention(backend):
     for seed in range(12):
-        choice = random.Random(seed)
-        spans = []
-        for _ in range(choice.randint(1, 5)):
-            start = choice.choice([0, choice.randint(0, 60)])
-            spans.append((start, choice.choice([1, choice.randint(1, 40)])))
-        case = PagedCase(spans, seed=seed)
-        case.check(case.run(backend(case)))
+        assert_dense(backend, random_spans(seed), seed=seed)
 
 
 SHAPES = {  # KV heads, groups, head size, block size, dtype
@@ -47,7 +49,7 @@ SLOW_FOR_FLEX = ("large heads", "small blocks")  # twelve seconds of a compiler 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("backend", "shape"),
+    "backend, shape",
     [
         pytest.param(backend, shape, marks=[pytest.mark.slow] if backend is flex and shape in SLOW_FOR_FLEX else [])
         for backend in BACKENDS.args[1]
@@ -57,16 +59,8 @@ SLOW_FOR_FLEX = ("large heads", "small blocks")  # twelve seconds of a compiler 
 def test_every_group_size_head_size_block_size_and_dtype_is_right(backend, shape):
     num_kv_heads, groups, head_dim, block_size, dtype = SHAPES[shape]
     spans = [(33, 1), (0, block_size + 3), (2 * block_size, 21), (70, 1)]
-    sizes = {"num_kv_heads": num_kv_heads, "groups": groups, "head_dim": head_dim, "block_size": block_size}
-    case = PagedCase(spans, dtype=dtype, **sizes)
-    case.check(case.run(backend(case)))
-
-
-@pytest.mark.full
-def test_sdpa_and_flex_agree():
-    spans = [(33, 1), (5, 1), (0, 17), (48, 50)]
-    first, second = PagedCase(spans), PagedCase(spans)
-    torch.testing.assert_close(first.run(sdpa(first)), second.run(flex(second)), atol=2e-5, rtol=2e-5)
+    heads = {"num_kv_heads": num_kv_heads, "groups": groups, "head_dim": head_dim}
+    assert_dense(backend, spans, dtype=dtype, block_size=block_size, **heads)
 
 
 @BACKENDS
@@ -180,18 +174,6 @@ def test_flex_compiles_a_bounded_number_of_graphs_over_many_shapes():
     # One for decodes and one for chunks, or none when earlier tests compiled them.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
     assert not torch._dynamo.utils.counters["graph_break"]
-
-
-def test_layout_lists_decodes_first_and_maps_samples_back_to_batch_order():
-    case = PagedCase([(0, 5), (33, 1), (16, 3)])
-    layout = case.layout
-    assert [entry.sequence.request_id for entry in layout.entries] == ["1", "0", "2"]
-    assert layout.num_decodes == 1
-    assert layout.positions.tolist() == [33, *range(5), 16, 17, 18]
-    assert layout.sample_rows.tolist() == [5, 0, 8]
-    slots = [case.slot(e.block_table, p) for e in layout.entries for p in range(e.start, e.start + e.num_new_tokens)]
-    assert layout.slot_mapping.tolist() == slots
-    assert isinstance(layout.slot_mapping, np.ndarray)
 
 
 def test_a_new_schema_of_the_operator_has_a_new_name():

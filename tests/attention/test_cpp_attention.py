@@ -1,27 +1,25 @@
 """The C++ backend: build and cache of its kernels, when it is chosen, and the packed weights that go with it."""
 
-import logging
 import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from nanovllm import LLM
 from nanovllm.fast.attention import cpp
 from nanovllm.fast.kernels import cpp as kernels
 from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.layout import build_layout
-from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
-from tests.support.paged_cases import PagedCase
+from tests.support.cpu_answers import ON_A_CPU, OPTIONS, by_transformers, tokens
+from tests.support.paged_cases import PagedCase, assert_dense
 from tests.support.paged_cases import cpp as cpp_backend
 from tests.support.sanitizer import check_sanitized
 from tests.support.shared_decodes import changing_steps
-from tests.support.tiny_models import save_tiny, tiny_model
+from tests.support.tiny_models import DTYPES, tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernel is the CPU's own")
+pytestmark = ON_A_CPU
 
 
 @pytest.fixture
@@ -47,32 +45,34 @@ def num_threads(request):
 
 
 @pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 def test_a_context_cut_into_shares_gives_the_same_as_one_in_one_piece(dtype):
-    case = PagedCase([(200, 1), (0, 1), (99, 1), (250, 1)], dtype=dtype)
-    case.check(case.run(cpp_backend(case)))
+    assert_dense(cpp_backend, [(200, 1), (0, 1), (99, 1), (250, 1)], dtype=dtype)
 
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("block_size", [32, 64])
-@pytest.mark.parametrize("traits", [{}, {"window": 41}], ids=["plain", "window"])
+@pytest.mark.parametrize("traits", [{}, {"window": 41}], ids=str)
 def test_decodes_over_runs_of_every_length_equal_the_dense_ones(block_size, traits):
     """Matrix tiles take 32 tokens at once; the window's first token is in the middle of these."""
     ends = [1, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 127, 159]
-    case = PagedCase([(end - 1, 1) for end in ends], dtype=torch.bfloat16, block_size=block_size, **traits)
-    case.check(case.run(cpp_backend(case)))
+    assert_dense(cpp_backend, [(end - 1, 1) for end in ends], dtype=torch.bfloat16, block_size=block_size, **traits)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "groups"), [(11, 3), (1, 3), (2, 1), (5, 7)])
+@pytest.mark.parametrize("num_kv_heads, groups", [(11, 3), (1, 3), (2, 1), (5, 7)])
 def test_decodes_of_more_heads_than_tiles_have_lanes_equal_the_dense_ones(num_kv_heads, groups):
-    case = PagedCase(
-        [(99, 1), (31, 1), (70, 1)], dtype=torch.bfloat16, block_size=64, num_kv_heads=num_kv_heads, groups=groups
+    assert_dense(
+        cpp_backend,
+        [(99, 1), (31, 1), (70, 1)],
+        dtype=torch.bfloat16,
+        block_size=64,
+        num_kv_heads=num_kv_heads,
+        groups=groups,
     )
-    case.check(case.run(cpp_backend(case)))
 
 
 @pytest.mark.usefixtures("num_threads")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 @pytest.mark.parametrize("shared", [1, 6])
 def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives(shared, dtype):
     spans = [(96, 1), (100, 1), (97, 1), (96, 30), (111, 1)]
@@ -83,7 +83,7 @@ def test_a_prefix_that_is_read_once_for_all_gives_what_reading_it_for_each_gives
     case.check(case.run(backend))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
 def test_chunks_are_the_same_to_the_bit_with_any_number_of_threads(dtype):
     """Many threads get items of fewer rows."""
     outputs, before = [], torch.get_num_threads()
@@ -120,7 +120,7 @@ def test_few_queries_read_for_themselves():
 
 
 @pytest.mark.parametrize(
-    ("table", "message"),
+    "table, message",
     [([1, 2, 40], "names block 40"), ([1, -1, 2], "names block -1"), ([1, 2], "ends at 32 tokens, not 38")],
 )
 def test_a_bad_block_table_is_refused_before_a_kernel_sees_it(table, message):
@@ -166,8 +166,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
         shape = {{"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}}
         for dtype in (torch.float32, torch.bfloat16):
             for spans in MIXED_STEPS.values():
-                case = PagedCase(spans, dtype=dtype)
-                case.check(case.run(cpp(case)))
+                assert_dense(cpp, spans, dtype=dtype)
             for family in ("llama", "qwen3"):
                 folder = {str(tmp_path)!r} + f"/{{family}}-{{dtype}}"
                 save_tiny(folder, family, dtype=dtype, num_layers=1, **shape)
@@ -196,18 +195,7 @@ SMALL_GROUPS = [pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 5)
 @pytest.mark.parametrize("groups", [*SMALL_GROUPS, 7, 12, 71])
 def test_groups_of_any_size_are_right(groups):
     """Uneven ones do not fill the kernel's lanes; very large ones leave room for few positions at once."""
-    case = PagedCase([(33, 1), (0, 17), (48, 70), (7, 1)], num_kv_heads=1, groups=groups, head_dim=32)
-    case.check(case.run(cpp_backend(case)))
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
-def test_a_model_of_its_own_answers_as_transformers_does(family, tmp_path):
-    """Loaded from a folder, so with packed weights; in float32."""
-    folder = save_tiny(tmp_path / family, family)
-    with LLM(folder, **OPTIONS) as llm:
-        assert llm._engine.model_runner.config.attention_backend == "cpp"
-        assert tokens(llm) == by_transformers(tiny_model(family))
+    assert_dense(cpp_backend, [(33, 1), (0, 17), (48, 70), (7, 1)], num_kv_heads=1, groups=groups, head_dim=32)
 
 
 def test_a_live_module_is_not_packed_and_its_new_weights_count():
@@ -219,27 +207,6 @@ def test_a_live_module_is_not_packed_and_its_new_weights_count():
             model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
         assert tokens(llm) == by_transformers(model)
         assert all("forward" not in vars(module) for module in model.modules())
-
-
-def test_packing_frees_the_plain_weights_but_not_tied_ones(tmp_path):
-    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
-        model = llm._engine.model_runner.binding.model
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        sizes = {name: linear.weight.numel() for name, linear in linears.items() if name != "lm_head"}
-        assert set(sizes.values()) == {0}
-        is_tied = model.lm_head.weight is model.model.embed_tokens.weight
-        assert model.lm_head.weight.numel() > 0 if is_tied else model.lm_head.weight.numel() == 0
-
-
-def test_a_model_that_reads_a_linear_layers_weight_by_itself_keeps_it(tmp_path, monkeypatch):
-    def forward(self, states):
-        hidden = self.act_fn(self.gate_proj(states)) * self.up_proj(states)
-        return nn.functional.linear(hidden, self.down_proj.weight)
-
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", forward)
-    with LLM(save_tiny(tmp_path / "model"), **OPTIONS) as llm:
-        assert llm._engine.model_runner.binding.model.model.layers[0].mlp.down_proj.weight.numel() > 0
-        assert tokens(llm) == by_transformers(tiny_model())
 
 
 @pytest.mark.full
@@ -263,33 +230,32 @@ def test_models_with_heads_of_other_sizes_share_what_does_not_depend_on_them(emp
     assert len(list(empty_cache.iterdir())) == 2
 
 
-def test_a_kernel_that_does_not_compile_is_said_in_a_line_and_done_without(
-    empty_cache, layers_as_they_are, monkeypatch, caplog
-):
-    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-no-such-flag"))
-    with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS, max_num_seqs=4) as llm:
+def assert_done_without(model, words, caplog):
+    with LLM(model, **OPTIONS) as llm:
         assert llm._engine.model_runner.config.attention_backend == "sdpa"
-    assert any("no-such-flag" in record.message for record in caplog.records)
+    assert words in caplog.text
+
+
+@pytest.mark.usefixtures("layers_as_they_are")
+def test_a_kernel_that_does_not_compile_is_said_in_a_line_and_done_without(empty_cache, monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-no-such-flag"))
+    assert_done_without(tiny_model(), "no-such-flag", caplog)
     with pytest.raises(ValueError, match="no-such-flag"):
         LLM(tiny_model(), attention_backend="cpp", **OPTIONS)
     assert not any(path.is_file() for path in empty_cache.parent.rglob("*"))
 
 
-def test_a_cache_folder_that_cannot_be_written_is_said_and_done_without(
-    tmp_path, layers_as_they_are, monkeypatch, caplog
-):
+@pytest.mark.usefixtures("layers_as_they_are")
+def test_a_cache_folder_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "file"))
-    with caplog.at_level(logging.WARNING), LLM(tiny_model(), **OPTIONS) as llm:
-        assert llm._engine.model_runner.config.attention_backend == "sdpa"
-    assert any(str(tmp_path / "file") in record.message for record in caplog.records)
+    assert_done_without(tiny_model(), str(tmp_path / "file"), caplog)
 
 
-def test_a_dtype_that_the_kernel_does_not_serve_is_named(layers_as_they_are, caplog):
+@pytest.mark.usefixtures("layers_as_they_are")
+def test_a_dtype_that_the_kernel_does_not_serve_is_named(caplog):
     model = tiny_model().half()
-    with caplog.at_level(logging.WARNING), LLM(model, **OPTIONS) as llm:
-        assert llm._engine.model_runner.config.attention_backend == "sdpa"
-    assert any("float16" in record.message for record in caplog.records)
+    assert_done_without(model, "float16", caplog)
     with pytest.raises(ValueError, match=r"attention_backend='cpp'.*float16"):
         LLM(model, attention_backend="cpp", **OPTIONS)
 

@@ -34,6 +34,7 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGES = SETTING.read_text(encoding="ascii") if SETTING.exists() else "[never]"
 NUM_SLOTS = 8192  # of 3 KV heads of 64 values: 12 MiB of K and V a layer in float32, 6 pieces
 BLOCKS = {"num_kv_blocks": NUM_SLOTS // 16}
+PROMPTS = [[5, 6, 7], [8, 9]]
 
 
 @contextmanager
@@ -58,6 +59,19 @@ def resident_bytes(caches):
     return count * mmap.PAGESIZE
 
 
+def num_bytes(caches):
+    return sum(cache.nbytes for cache in caches)
+
+
+def caches_of(llm):
+    return llm._engine.model_runner.binding.caches.of_layers
+
+
+@pytest.fixture
+def idle_at_once(monkeypatch):
+    monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
+
+
 def idle_threads():
     return [thread for thread in threading.enumerate() if thread.name == "nanovllm-idle"]
 
@@ -73,11 +87,11 @@ def test_all_memory_is_taken_and_no_content_changes():
     generator = torch.Generator().manual_seed(0)
     with pool() as caches:
         before = [cache[:, 1000:1100].normal_(generator=generator).clone() for cache in caches.of_layers]
-        num_bytes = sum(cache.nbytes for cache in caches.of_layers)
-        assert resident_bytes(caches.of_layers) < num_bytes
+        size = num_bytes(caches.of_layers)
+        assert resident_bytes(caches.of_layers) < size
         count = sum(1 for _ in iter(caches.memory.take_some_memory, False))
-        assert count == num_bytes // PIECE_BYTES
-        assert resident_bytes(caches.of_layers) == num_bytes
+        assert count == size // PIECE_BYTES
+        assert resident_bytes(caches.of_layers) == size
         for cache, values in zip(caches.of_layers, before, strict=True):
             assert torch.equal(cache[:, 1000:1100], values)
             assert not cache[:, :1000].any() and not cache[:, 1100:].any()
@@ -153,10 +167,10 @@ def test_parts_smaller_than_a_page_take_nothing():
         assert not memory.take_some_memory()
 
 
+@pytest.mark.usefixtures("idle_at_once")
 def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
-    monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     with open_llm() as plain:
-        expected = token_ids(generate(plain, [[5, 6, 7], [8, 9]]))
+        expected = token_ids(generate(plain, PROMPTS))
     allowed = threading.Event()
     free_memory = host_memory.free_memory
     monkeypatch.setattr(host_memory, "free_memory", lambda: allowed.wait(20.0) and free_memory())
@@ -180,13 +194,13 @@ def test_an_llm_takes_it_between_requests_and_answers_the_same(monkeypatch):
         next(stream)
         asked = len(taken)
         allowed.set()
-        assert token_ids(generate(llm, [[5, 6, 7], [8, 9]])) == expected
+        assert token_ids(generate(llm, PROMPTS)) == expected
         assert len(taken) <= asked + 1  # at most the piece that was begun before the request
         stream.close()  # the request is aborted
-        caches = llm._engine.model_runner.binding.caches.of_layers
-        until(lambda: resident_bytes(caches) == sum(cache.nbytes for cache in caches))
+        caches = caches_of(llm)
+        until(lambda: resident_bytes(caches) == num_bytes(caches))
         assert not any(taken[asked + 1 :])
-        assert token_ids(generate(llm, [[5, 6, 7], [8, 9]])) == expected
+        assert token_ids(generate(llm, PROMPTS)) == expected
 
 
 def test_an_llm_told_to_leave_untouched_memory_alone_takes_what_its_steps_write():
@@ -194,49 +208,49 @@ def test_an_llm_told_to_leave_untouched_memory_alone_takes_what_its_steps_write(
     with open_llm(kv_cache_touch="none", **BLOCKS) as llm:
         assert {*idle_threads()} <= {*before}  # one of an earlier test may end meanwhile
         assert not llm._engine.use_idle_time(captures=True)
-        caches = llm._engine.model_runner.binding.caches.of_layers
+        caches = caches_of(llm)
         untouched = resident_bytes(caches)
-        generate(llm, [[5, 6, 7], [8, 9]])
-        assert untouched < resident_bytes(caches) < sum(cache.nbytes for cache in caches) // 2
+        generate(llm, PROMPTS)
+        assert untouched < resident_bytes(caches) < num_bytes(caches) // 2
 
 
 def test_statistics_tell_memory_that_was_touched_from_memory_that_can_be_hit():
     """On other prompts than before, blocks that were never used come first: touched memory grows, and stays."""
     with open_llm(kv_cache_touch="none", enable_prefix_caching=True, **BLOCKS) as llm:
-        caches = llm._engine.model_runner.binding.caches.of_layers
-        block_bytes = sum(cache.nbytes for cache in caches) / BLOCKS["num_kv_blocks"]
+        caches = caches_of(llm)
+        block_bytes = num_bytes(caches) / BLOCKS["num_kv_blocks"]
         assert llm.stats().kv_touched_bytes == llm.stats().kv_findable_bytes == 0
         taken = []
         for first in (5, 6):
-            llm.generate([[first] * 40], GREEDY, use_tqdm=False)
+            generate(llm, [[first] * 40], GREEDY)
             stats = llm.stats()
             taken.append(stats.kv_touched_bytes)
             assert abs(stats.kv_findable_bytes - stats.num_findable_blocks * block_bytes) <= block_bytes
             assert 0 < stats.kv_findable_bytes <= stats.kv_touched_bytes + block_bytes
-        assert 0 < taken[0] < taken[1] <= sum(cache.nbytes for cache in caches)
+        assert 0 < taken[0] < taken[1] <= num_bytes(caches)
         llm.reset_prefix_cache()
         assert (llm.stats().kv_touched_bytes, llm.stats().kv_findable_bytes) == (taken[1], 0)
     with open_llm(**BLOCKS) as llm:
-        caches = llm._engine.model_runner.binding.caches.of_layers
-        until(lambda: llm.stats().kv_touched_bytes == sum(cache.nbytes for cache in caches))  # touched while idle
+        caches = caches_of(llm)
+        until(lambda: llm.stats().kv_touched_bytes == num_bytes(caches))  # touched while idle
 
 
+@pytest.mark.usefixtures("idle_at_once")
 def test_closing_ends_the_thread_of_an_llm(monkeypatch):
-    monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before, taken = idle_threads(), []
     monkeypatch.setattr(host_memory, "_populate", lambda *_: taken.append(time.sleep(0.01)) or 0)
-    with open_llm(num_kv_blocks=16 * NUM_SLOTS // 16):
+    with open_llm(num_kv_blocks=NUM_SLOTS):
         [thread] = [each for each in idle_threads() if each not in before]
     thread.join(5.0)
     assert not thread.is_alive() and len(taken) < 16
 
 
+@pytest.mark.usefixtures("idle_at_once")
 @pytest.mark.full
 def test_an_llm_that_is_forgotten_is_freed(monkeypatch):
-    monkeypatch.setattr("nanovllm.serving.streaming.idle_thread.IDLE_SECONDS", 0.01)
     before = idle_threads()
     monkeypatch.setattr(host_memory, "_populate", lambda *_: time.sleep(0.01) or 0)
-    llm = open_llm(num_kv_blocks=16 * NUM_SLOTS // 16)
+    llm = open_llm(num_kv_blocks=NUM_SLOTS)
     [thread] = [each for each in idle_threads() if each not in before]
     engine = weakref.ref(llm._engine)
     del llm
@@ -247,8 +261,8 @@ def test_an_llm_that_is_forgotten_is_freed(monkeypatch):
 
 def test_an_llm_that_is_dropped_gives_its_memory_back_without_a_collection():
     with collector_paused():
-        llm = open_llm(num_kv_blocks=16 * NUM_SLOTS // 16)
-        caches = [weakref.ref(cache) for cache in llm._engine.model_runner.binding.caches.of_layers[0]]
+        llm = open_llm(num_kv_blocks=NUM_SLOTS)
+        caches = [weakref.ref(cache) for cache in caches_of(llm)[0]]
         del llm
         assert [cache() for cache in caches] == [None] * 2
 
@@ -256,7 +270,7 @@ def test_an_llm_that_is_dropped_gives_its_memory_back_without_a_collection():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads, which is what is tested
 def test_a_forked_child_takes_nothing(monkeypatch):
     monkeypatch.setattr(host_memory, "_populate", lambda *_: time.sleep(0.01) or 0)
-    with open_llm(num_kv_blocks=16 * NUM_SLOTS // 16) as llm:
+    with open_llm(num_kv_blocks=NUM_SLOTS) as llm:
         assert idle_threads()
         child = os.fork()
         if child == 0:  # pragma: no cover
@@ -272,7 +286,7 @@ async def test_an_async_llm_takes_it_while_it_is_idle(monkeypatch):
         caches = llm._engine_thread._engine.model_runner.binding.caches.of_layers
 
         async def all_is_taken():
-            return resident_bytes(caches) == sum(cache.nbytes for cache in caches)
+            return resident_bytes(caches) == num_bytes(caches)
 
         assert await comes_true(all_is_taken)
         assert await async_llms.answer(llm.generate([5, 6, 7], async_llms.GREEDY))

@@ -76,7 +76,7 @@ def test_pieces_of_shared_blocks_fit_among_the_programs_and_the_workspace(num_kv
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("head_dim", "dtype", "is_served"), [
+@pytest.mark.parametrize("head_dim, dtype, is_served", [
     (128, torch.bfloat16, True), (80, torch.float32, True), (256, torch.float16, True),
     (512, torch.bfloat16, False), (64, torch.float64, False),
 ])  # fmt: skip

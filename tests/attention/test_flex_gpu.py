@@ -1,11 +1,9 @@
 """The GPU's `flex` backend by its tables and masks, on a CPU; tests/gpu/test_layer_kinds_on_gpu.py has its kernels."""
 
-import random
-
 import pytest
 
 from tests.support.gpu_steps import compute_without_kernels, run
-from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase
+from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase, random_spans
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +19,13 @@ def test_every_trait_over_poisoned_blocks_equals_dense_attention(trait):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("trait", ["window", "chunks that end within blocks", "chunks of whole blocks", "all at once"])
-@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(
+    "trait", ["window", "chunks that end within blocks", "chunks of whole blocks", "all at once", "none"]
+)
+@pytest.mark.parametrize("block_size", [16, 64, 32, 256])
 def test_any_split_of_any_sequences_equals_dense_attention(trait, block_size):
     for seed in range(6):
-        choice = random.Random(seed)
-        spans = []
-        for _ in range(choice.randint(1, 5)):
-            start = choice.choice([0, choice.randint(0, 150)])
-            spans.append((start, choice.choice([1, 1, choice.randint(1, 60)])))
         sizes = {"block_size": block_size, "head_dim": 16, "groups": 2}
-        case = PagedCase(spans, seed=seed, keeps_for_boundary=True, **sizes, **TRAITS[trait])
+        spans = random_spans(seed, longest=150)
+        case = PagedCase(spans, seed=seed, keeps_for_boundary=True, **sizes, **TRAITS.get(trait, {}))
         case.check(run(case, "cpu"))

@@ -21,7 +21,7 @@ from nanovllm.features.kv_fp8.fp8_format import Fp8Format, parts_of, write_rows
 from tests.support.equality import model, prompts
 from tests.support.fp8_caches import OPTION, Fp8Case, own_answer
 from tests.support.gpu_steps import GpuStep, compute_without_kernels, run, run_graphs_on_a_cpu
-from tests.support.llms import greedy
+from tests.support.llms import generate, greedy, token_ids
 from tests.support.paged_cases import MIXED_STEPS, NUM_BLOCKS, SPANS, TRAITS
 from tests.support.shared_decodes import SharedDecodes, random_case, wide_group_and_others
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
@@ -46,7 +46,7 @@ def hard_rows(num_rows, num_heads, width, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_heads", "widths"), [(3, (48, 48)), (1, (64, 32)), (8, (128, 128))])
+@pytest.mark.parametrize("num_heads, widths", [(3, (48, 48)), (1, (64, 32)), (8, (128, 128))])
 def test_stored_rows_have_the_bytes_of_the_plain_form(num_heads, widths, dtype):
     from nanovllm.fast.kernels.fp8_rows import _store_rounded
 
@@ -87,7 +87,7 @@ def test_a_wide_group_reads_rounded_blocks():
     tables, contexts = wide_group_and_others(45, 9, block_size=16)
     case = SharedDecodes(tables, contexts, heads=(2, 4, 48), gpu=(4, 232_448), in_fp8=True)
     prefixes = case.prefixes(wide_tokens=64)
-    assert prefixes is not None and prefixes.wide is not None and len(prefixes.wide.bundles) > 0
+    assert prefixes.wide is not None and len(prefixes.wide.bundles) > 0
     case.check(case.run(prefixes))
 
 
@@ -136,7 +136,7 @@ def test_an_engine_of_graphs_answers_as_transformers_over_rounded_k_and_v(monkey
     with LLM(
         folder, tokenizer=tiny_tokenizer(), dtype="float32", max_num_batched_tokens=70, **options, **OPTION
     ) as llm:
-        found = [[o.outputs[0].token_ids for o in llm.generate(batch, greedy(3), use_tqdm=False)] for _ in range(2)]
+        found = [token_ids(generate(llm, batch, greedy(3))) for _ in range(2)]
         assert llm._engine.model_runner.binding.rotary_changes and llm.stats().prefix_cache_hits > 0
     assert found == 2 * [[own_answer(model("qwen3"), prompt, 3) for prompt in batch]]
 

@@ -37,20 +37,20 @@ def test_a_group_reads_its_blocks_once_for_each_bundle():
     tables = [[*range(1, 9), 10 + number] for number in range(17)] + [[30 + number] for number in range(3)]
     case = SharedDecodes(tables, [8 * 16 + 3] * 17 + [5] * 3, heads=(1, 2, 64), gpu=(1, 232_448), padding=0)
     prefixes = case.prefixes()
-    assert prefixes is not None and prefixes.bundles.tolist() == [[0, 5, 8], [5, 6, 8], [11, 6, 8]]
+    assert prefixes.bundles.tolist() == [[0, 5, 8], [5, 6, 8], [11, 6, 8]]
     case.check(case.run(prefixes))
     pieces = case.kernel._pieces[1 : 1 + case.num_pieces]
     assert pieces[pieces[:, 0] < 0, 0].unique().tolist() == [-6, -5]  # a bundle of so many members
     assert (pieces[:, 6] < 0).sum() >= 17  # of a decode behind a bundle
 
 
-@pytest.mark.parametrize(("heads", "num_blocks"), [((1, 1, 64), 9), ((2, 4, 48), 4), ((2, 3, 64), 30)])
+@pytest.mark.parametrize("heads, num_blocks", [((1, 1, 64), 9), ((2, 4, 48), 4), ((2, 3, 64), 30)])
 def test_a_wide_group_beside_others_equals_dense_attention(heads, num_blocks):
     """A wide group of 45 decodes, five that share other blocks, seven that share nothing, and padding."""
     tables, contexts = wide_group_and_others(45, num_blocks, block_size=16)
     case = SharedDecodes(tables, contexts, heads=heads, gpu=(4, 232_448))
     prefixes = case.prefixes(wide_tokens=64)
-    assert prefixes is not None and prefixes.wide is not None and len(prefixes.wide.bundles) > 0
+    assert prefixes.wide is not None and len(prefixes.wide.bundles) > 0
     assert set(prefixes.wide.wide_parts.tolist()) >= {0, prefixes.wide.wide_pieces[:, 4].max() + 1}
     case.check(case.run(prefixes))
     assert int(case.kernel._arrivals.abs().sum()) == 0, "ready for the next layer"

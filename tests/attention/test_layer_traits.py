@@ -3,8 +3,6 @@
 Blocks that no row of a sequence sees hold NaN, as all foreign ones do: a backend that visits them fails.
 """
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from nanovllm.attention import AttentionLayer
 from nanovllm.defaults import PlainAttention
 from nanovllm.fast.attention.layer_traits import first_beyond
 from nanovllm.layout import FULL, LayerTraits, Sight, kinds_of
-from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, PagedCase, cpp, flex, sdpa
+from tests.support.paged_cases import MIXED_STEPS, SPANS, TRAITS, assert_dense, cpp, flex, random_spans, sdpa
 
 # FlexAttention compiles two kernels for each shape and kind, and the C++ ones are compiled for each shape and dtype:
 # for some seconds each. A quick test takes a shape that another has too.
@@ -24,7 +22,7 @@ WIDE = TRAITS["all at once"] | TRAITS["wide values"]
 
 
 @pytest.mark.parametrize(
-    ("backend", "trait"),
+    "backend, trait",
     [
         pytest.param(
             backend,
@@ -37,22 +35,19 @@ WIDE = TRAITS["all at once"] | TRAITS["wide values"]
 )
 def test_every_trait_over_poisoned_blocks_equals_dense_attention(backend, trait):
     for spans in (SPANS, MIXED_STEPS["one decode"], MIXED_STEPS["a whole prompt"]):
-        case = PagedCase(spans, **TRAITS[trait])
-        case.check(case.run(backend(case)))
+        assert_dense(backend, spans, **TRAITS[trait])
 
 
 @pytest.mark.full
 def test_flex_attention_with_every_trait_at_once_equals_dense_attention():
     for seed, spans in enumerate([SPANS, *MIXED_STEPS.values()]):
-        case = PagedCase(spans, seed=seed, **TRAITS["all at once"])
-        case.check(case.run(flex(case)))
+        assert_dense(flex, spans, seed=seed, **TRAITS["all at once"])
 
 
 @pytest.mark.slow
 def test_flex_attention_in_chunks_equals_dense_attention():
     for spans in (SPANS, *MIXED_STEPS.values()):
-        case = PagedCase(spans, **TRAITS["chunks that end within blocks"])
-        case.check(case.run(flex(case)))
+        assert_dense(flex, spans, **TRAITS["chunks that end within blocks"])
 
 
 @pytest.mark.costly
@@ -60,35 +55,26 @@ def test_flex_attention_in_chunks_equals_dense_attention():
 @pytest.mark.parametrize("traits", [TRAITS["window"], TRAITS["all at once"]], ids=["window", "all"])
 def test_any_split_of_any_sequences_equals_dense_attention(backend, traits):
     for seed in range(8):
-        choice = random.Random(seed)
-        spans = []
-        for _ in range(choice.randint(1, 5)):
-            start = choice.choice([0, choice.randint(0, 60)])
-            spans.append((start, choice.choice([1, choice.randint(1, 40)])))
-        case = PagedCase(spans, seed=seed, **traits)
-        case.check(case.run(backend(case)))
+        assert_dense(backend, random_spans(seed), seed=seed, **traits)
 
 
 @pytest.mark.costly
 @BACKENDS
 def test_bfloat16_large_groups_and_wide_values_are_right_with_every_trait(backend):
-    case = PagedCase(SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **WIDE)
-    case.check(case.run(backend(case)))
+    assert_dense(backend, SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **WIDE)
 
 
 @pytest.mark.parametrize("backend", [sdpa, pytest.param(cpp, marks=pytest.mark.slow), SLOW_FLEX])
 @pytest.mark.parametrize("trait", ["window", "soft-cap", "sinks", "all at once"])
 def test_bfloat16_and_large_groups_are_right(backend, trait):
-    case = PagedCase(SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **TRAITS[trait])
-    case.check(case.run(backend(case)))
+    assert_dense(backend, SPANS, num_kv_heads=1, groups=8, dtype=torch.bfloat16, **TRAITS[trait])
 
 
 @BACKENDS
 def test_decodes_behind_one_prefix_equal_dense_attention(backend):
     """With a window each reads its own end, whatever blocks their tables begin with in common."""
     for traits in (TRAITS["window"], TRAITS["soft-cap"], TRAITS["sinks"]):
-        case = PagedCase([(70 + number, 1) for number in range(6)], shared=4, **traits)
-        case.check(case.run(backend(case)))
+        assert_dense(backend, [(70 + number, 1) for number in range(6)], shared=4, **traits)
 
 
 @pytest.mark.parametrize("sight", [FULL, Sight(window=1), Sight(window=7), Sight(chunk=5), Sight(9, 12)])

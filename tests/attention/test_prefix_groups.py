@@ -111,7 +111,7 @@ def test_many_decodes_keep_to_the_number_of_bundles_and_take_the_best_groups():
 SYSTEM, EXAMPLES = list(range(1, 21)), list(range(21, 31))
 
 
-@pytest.mark.parametrize(("tables", "expected"), [
+@pytest.mark.parametrize("tables, expected", [
     ([[*SYSTEM, 100 + n] for n in range(8)], [(8, 20)]),  # all share the system prompt
     ([[*SYSTEM, *(EXAMPLES if n < 2 else []), 100 + n] for n in range(8)], [(8, 20)]),  # two share more: not worth it
     ([[*SYSTEM, *(EXAMPLES if n < 7 else []), 100 + n] for n in range(8)], [(7, 30)]),  # nearly all share more
@@ -131,7 +131,7 @@ def test_a_decode_reads_the_block_of_its_own_token_by_itself():
     for context, expected in ((16 * 3, 2), (16 * 2 + 1, 2), (16 * 2, 1), (17, 1)):
         num_blocks = -(-context // 16)
         _, prefixes = prefixes_of([table[:num_blocks] for table in tables], [context] * 2, rule)
-        assert prefixes is not None and prefixes.bundles.tolist() == [[0, 2, expected]]
+        assert prefixes.bundles.tolist() == [[0, 2, expected]]
     assert prefixes_of([[1], [1]], [16, 3], rule)[1] is None
 
 
@@ -146,7 +146,6 @@ def test_a_packed_step_names_the_blocks_of_each_bundle():
     tables = [[*SYSTEM, 100 + n] for n in range(5)] + [[200]] + [[*EXAMPLES, 300 + n] for n in range(4)]
     rule = SharingRule(3, 100, 0.0, 0.0)
     layout, prefixes = prefixes_of(tables, [16 * len(table) for table in tables], rule)
-    assert prefixes is not None
     packing = packing_of(GraphShape(16, 16, 0), BLOCK_SIZE, 16)
     packed = np.full(packing.num_words_for(layout), 12345, np.int32)
     packing.pack(layout, Tiles.from_layout(layout, BLOCK_SIZE, prefixes), None, packed)
@@ -164,31 +163,34 @@ def test_a_packed_step_names_the_blocks_of_each_bundle():
 WIDE_RULE = SharingRule(8, 100, 0.0, 0.0, wide_members=16, wide_pieces=12, least_wide=32, wide_tokens=160)
 
 
-@pytest.mark.parametrize(("num_members", "num_blocks", "is_wide"), [
+@pytest.mark.parametrize("num_members, num_blocks, is_wide", [
     (32, 10, True), (31, 10, False), (32, 9, False), (45, 40, True), (100, 11, True),
 ])  # fmt: skip
 def test_a_group_is_wide_from_so_many_decodes_and_tokens_on(num_members, num_blocks, is_wide):
     tables, contexts = wide_group_and_others(num_members, num_blocks, block_size=BLOCK_SIZE)
     _, prefixes = prefixes_of(tables, contexts, WIDE_RULE)
-    assert prefixes is not None and (prefixes.wide is not None) == is_wide
+    assert (prefixes.wide is not None) == is_wide
     num_reads = num_members * num_blocks * BLOCK_SIZE
     for wide_reads in (num_reads, num_reads + 1):
         of_reads = prefixes_of(tables, contexts, WIDE_RULE._replace(wide_reads=wide_reads))[1]
-        assert of_reads is not None and (of_reads.wide is not None) == (is_wide and wide_reads == num_reads)
+        assert (of_reads.wide is not None) == (is_wide and wide_reads == num_reads)
     narrow = prefixes_of(tables, contexts, WIDE_RULE._replace(wide_members=0))[1]
-    assert narrow is not None and narrow.wide is None
-    for one, other in zip(
-        (prefixes.shared, prefixes.members, prefixes.bundles), (narrow.shared, narrow.members, narrow.bundles),
-        strict=True,
-    ):  # fmt: skip
-        assert np.array_equal(one, other), "a graph without wide programs computes the same step"
+    assert narrow.wide is None
+    for name in ("shared", "members", "bundles"):  # a graph without wide programs computes the same step
+        assert np.array_equal(getattr(prefixes, name), getattr(narrow, name)), name
 
 
-@pytest.mark.parametrize(("num_members", "num_blocks"), [(32, 10), (45, 40), (100, 11), (64, 300)])
+def wide_prefixes(num_members, num_blocks, rule=WIDE_RULE, **sizes):
+    """Layout and prefixes of a step with a wide group."""
+    tables, contexts = wide_group_and_others(num_members, num_blocks, block_size=BLOCK_SIZE, **sizes)
+    layout, prefixes = prefixes_of(tables, contexts, rule)
+    assert prefixes.wide is not None
+    return layout, prefixes
+
+
+@pytest.mark.parametrize("num_members, num_blocks", [(32, 10), (45, 40), (100, 11), (64, 300)])
 def test_wide_pieces_cover_the_prefix_of_each_member_once_and_keep_to_their_number(num_members, num_blocks):
-    tables, contexts = wide_group_and_others(num_members, num_blocks, block_size=BLOCK_SIZE)
-    layout, prefixes = prefixes_of(tables, contexts, WIDE_RULE)
-    assert prefixes is not None and prefixes.wide is not None
+    layout, prefixes = wide_prefixes(num_members, num_blocks)
     wide, seen = prefixes.wide, {}
     for first, count, begin, end, part in wide.wide_pieces.tolist():
         assert 1 <= count <= WIDE_RULE.wide_members and begin < end
@@ -201,7 +203,7 @@ def test_wide_pieces_cover_the_prefix_of_each_member_once_and_keep_to_their_numb
         assert sorted(pieces) == [(*bounds, part) for part, bounds in enumerate(itertools.pairwise(ends))]
         assert ends[-1] == num_blocks == wide.shared[row] and wide.wide_parts[row] == len(pieces)
         assert layout.decodes[row].block_table[:num_blocks] == layout.decodes[min(seen)].block_table[:num_blocks]
-    others = {row for row in range(len(tables)) if row not in seen}
+    others = set(range(len(layout.decodes))) - seen.keys()
     assert not wide.wide_parts[sorted(others)].any()
     assert {row for row in others if wide.shared[row]} == set(wide.members[: wide.bundles[:, 1].sum()].tolist())
 
@@ -211,23 +213,17 @@ def test_wide_pieces_cover_the_prefix_of_each_member_once_and_keep_to_their_numb
 def test_wide_pieces_fit_into_the_room_of_a_packed_step(num_multiprocessors, num_decodes):
     rule = WIDE_RULE._replace(wide_members=32, wide_pieces=num_multiprocessors)
     for num_blocks in (10, 131, 520, 528):
-        tables, contexts = wide_group_and_others(num_decodes, num_blocks, block_size=BLOCK_SIZE, num_others=0)
-        _, prefixes = prefixes_of(tables, contexts, rule)
-        assert prefixes is not None and prefixes.wide is not None
-        assert len(prefixes.wide.wide_pieces) <= PIECES_PER_DECODE * len(tables)
+        layout, prefixes = wide_prefixes(num_decodes, num_blocks, rule, num_others=0)
+        assert len(prefixes.wide.wide_pieces) <= PIECES_PER_DECODE * len(layout.decodes)
 
 
 def test_a_wide_group_of_more_bundles_than_a_step_may_have_is_read_by_wide_programs_alone():
-    tables, contexts = wide_group_and_others(64, 10, block_size=BLOCK_SIZE)
-    _, prefixes = prefixes_of(tables, contexts, WIDE_RULE._replace(max_bundles=7))
-    assert prefixes is not None and prefixes.wide is not None
+    _, prefixes = wide_prefixes(64, 10, WIDE_RULE._replace(max_bundles=7))
     assert len(prefixes.bundles) == 1 and (prefixes.wide.shared == 10).sum() == 64
 
 
 def test_a_packed_step_has_wide_pieces_where_its_shape_is_wide():
-    tables, contexts = wide_group_and_others(40, 12, block_size=BLOCK_SIZE)
-    layout, prefixes = prefixes_of(tables, contexts, WIDE_RULE)
-    assert prefixes is not None and prefixes.wide is not None
+    layout, prefixes = wide_prefixes(40, 12)
     for is_wide, expected in ((True, prefixes.wide), (False, prefixes)):
         packing = packing_of(GraphShape(64, 64, 0, is_wide), BLOCK_SIZE, 64)
         packed = np.full(packing.num_words_for(layout), 12345, np.int32)

@@ -2,7 +2,6 @@
 
 import copy
 import ctypes
-import logging
 import shutil
 
 import pytest
@@ -20,11 +19,11 @@ from nanovllm.fast.kernels.packed_product import PANEL
 from nanovllm.fast.kernels.processor_classes import NON_X86, VARIABLE, X86, own_classes, rounding_class, targets
 from nanovllm.fast.replaced_layers import FastLayers
 from nanovllm.models.packed_linears import OneDnnLinear
-from tests.support.cpu_answers import OPTIONS, by_transformers, tokens
-from tests.support.paged_cases import TRAITS, PagedCase, cpp
-from tests.support.tiny_models import save_tiny, tiny_model
+from tests.support.cpu_answers import ON_A_CPU, OPTIONS, by_transformers, tokens
+from tests.support.paged_cases import TRAITS, PagedCase, assert_dense, cpp
+from tests.support.tiny_models import DTYPES, save_tiny, tiny_model
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the C++ kernels are the CPU's own")
+pytestmark = ON_A_CPU
 
 CLASSES = [target.name for target in targets({})]
 MIXED = [(33, 1), (0, 17), (48, 150), (7, 1), (16, 16), (0, 64), (5, 3)]
@@ -65,18 +64,16 @@ def test_attention_and_products_are_right_in_every_class(monkeypatch, name):
 @pytest.mark.parametrize("name", [CLASSES[0], pytest.param(CLASSES[-1], marks=pytest.mark.slow)])
 def test_heads_that_do_not_fill_a_tiles_depth_are_right(monkeypatch, name, head_dim):
     monkeypatch.setenv(VARIABLE, name)
-    case = PagedCase(MIXED, dtype=torch.bfloat16, head_dim=head_dim)
-    case.check(case.run(cpp(case)))
+    assert_dense(cpp, MIXED, dtype=torch.bfloat16, head_dim=head_dim)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_trait_is_right_in_every_class(monkeypatch, name, traits, dtype):
     monkeypatch.setenv(VARIABLE, name)
-    case = PagedCase(MIXED, dtype=dtype, **traits)
-    case.check(case.run(cpp(case)))
+    assert_dense(cpp, MIXED, dtype=dtype, **traits)
 
 
 @pytest.mark.full
@@ -87,7 +84,7 @@ def test_sampling_is_that_of_torch_to_the_bit_in_every_class(monkeypatch, name):
     assert row_kernels.first_wrong(cpp_sampling.load_row_kernels()) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("factor", [1.0, 0.99, 1.01])
 def test_the_comparison_at_start_finds_a_factor_of_one_percent(factor, dtype):
     plain = kernels.load_kernels(dtype, 64, 3)
@@ -144,7 +141,7 @@ def test_the_own_class_is_compiled_for_the_very_processor():
 
 
 def test_an_unknown_class_is_refused_with_those_that_there_are(monkeypatch, tmp_path):
-    folder = save_tiny(tmp_path / "model", "llama")
+    folder = save_tiny(tmp_path / "model")
     for wrong in ("amx2", "AVX2", "neon"):
         monkeypatch.setenv(VARIABLE, wrong)
         with pytest.raises(ValueError, match=f"{VARIABLE} is '{wrong}'.*{CLASSES[-1]}.*leave it out"):
@@ -162,9 +159,8 @@ def test_an_unknown_class_is_refused_with_those_that_there_are(monkeypatch, tmp_
 def test_wrong_matrix_tiles_are_left_out_for_the_next_class(monkeypatch, tmp_path, caplog):
     """On a processor without tiles nothing is wrong, and no line says so."""
     build_broken(monkeypatch, tmp_path, "tiles.h", TILES, "_tile_dpbf16ps(1, 4, 6)")
-    with caplog.at_level(logging.WARNING):
-        own = kernels.load_kernels(torch.bfloat16, 64, 3)
-    lines = [record.message for record in caplog.records if "are not used" in record.message]
+    own = kernels.load_kernels(torch.bfloat16, 64, 3)
+    lines = [line for line in caplog.messages if "are not used" in line]
     has_tiles = CLASSES[0] == "amx"
     assert own.target == CLASSES[has_tiles]
     assert len(lines) == has_tiles
@@ -179,7 +175,7 @@ WRONG_TILES = [
 ]
 
 
-@pytest.mark.parametrize(("file", "right", "wrong", "what"), WRONG_TILES if CLASSES[0] == "amx" else [])
+@pytest.mark.parametrize("file, right, wrong, what", WRONG_TILES if CLASSES[0] == "amx" else [])
 def test_the_comparison_at_start_names_the_tiles_that_are_wrong(monkeypatch, tmp_path, file, right, wrong, what):
     build_broken(monkeypatch, tmp_path, file, right, wrong)
     monkeypatch.setattr(kernels, "targets", lambda: targets({})[:1])  # one build
@@ -187,26 +183,13 @@ def test_the_comparison_at_start_names_the_tiles_that_are_wrong(monkeypatch, tmp
         kernels.load_kernels(torch.bfloat16, 64, 3)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("file", "right", "wrong", "what"),
-    [
-        ("row_products.h", PRODUCT, f"{PRODUCT} * 1.001f", "products of 1 by 64"),
-        ("decode_vectors.h", "state.total * rescale", "state.total", "decodes"),
-        ("query_lanes.h", "total += found", "total += found * 0.99f", "decodes with a common prefix"),
-        ("query_lanes.h", "position < firsts", "position <= firsts", "chunks"),
-        ("decoder_layer.cpp", "first, low, high)", "first, low, low)", "products of"),
-    ],
-)
-def test_the_comparison_at_start_names_the_form_that_is_wrong(monkeypatch, tmp_path, file, right, wrong, what):
-    build_broken(monkeypatch, tmp_path, file, right, wrong)
-    monkeypatch.setenv(VARIABLE, CLASSES[-1])  # one build
-    with pytest.raises(KernelBuildError, match=f"wrong on this processor: {what}"):
-        kernels.load_kernels(torch.float32, 64, 3)
-
-
-# Wrong only where scores are far from the maximum, or from that of earlier tokens: all was right with scores below 10.
-WRONG_FOR_LARGE_SCORES = [
+WRONG_FORMS = [
+    (torch.float32, "row_products.h", PRODUCT, f"{PRODUCT} * 1.001f", "products of 1 by 64"),
+    (torch.float32, "decode_vectors.h", "state.total * rescale", "state.total", "decodes"),
+    (torch.float32, "query_lanes.h", "total += found", "total += found * 0.99f", "decodes with a common prefix"),
+    (torch.float32, "query_lanes.h", "position < firsts", "position <= firsts", "chunks"),
+    (torch.float32, "decoder_layer.cpp", "first, low, high)", "first, low, low)", "products of"),
+    # Only where scores are far from the maximum, or from that of earlier tokens: all was right with scores below 10.
     (torch.float32, "lanes.h", "x < -87.0f", "x < -870.0f", "decodes"),
     (torch.bfloat16, "vectors.h", "x < -87.0f", "x < -870.0f", "decodes"),
     (torch.float32, "decode_vectors.h", "std::max(state.maximum, largest(maxima))",
@@ -216,10 +199,8 @@ WRONG_FOR_LARGE_SCORES = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "file", "right", "wrong", "what"), WRONG_FOR_LARGE_SCORES)
-def test_the_comparison_at_start_has_scores_of_the_size_of_a_models(
-    monkeypatch, tmp_path, dtype, file, right, wrong, what
-):
+@pytest.mark.parametrize("dtype, file, right, wrong, what", WRONG_FORMS)
+def test_the_comparison_at_start_names_the_form_that_is_wrong(monkeypatch, tmp_path, dtype, file, right, wrong, what):
     build_broken(monkeypatch, tmp_path, file, right, wrong)
     monkeypatch.setenv(VARIABLE, CLASSES[-1])  # one build
     with pytest.raises(KernelBuildError, match=f"wrong on this processor: {what}"):
@@ -246,25 +227,24 @@ def compile_with(monkeypatch, folder, refused):
 def test_a_compiler_too_old_for_the_best_class_compiles_for_the_next(monkeypatch, tmp_path, caplog, refused):
     known = [target.name for target in targets({}) if not set(target.flags) & set(refused.split())]
     compile_with(monkeypatch, tmp_path, refused)
-    with caplog.at_level(logging.WARNING):
-        own = kernels.load_kernels(torch.bfloat16, 64, 3)
-        assert row_kernels.load_row_kernels() is not None
+    own = kernels.load_kernels(torch.bfloat16, 64, 3)
+    assert row_kernels.load_row_kernels() is not None
     assert own.target == known[0]
-    (line,) = [record.message for record in caplog.records if "error: unrecognized option" in record.message]
+    (line,) = [line for line in caplog.messages if "error: unrecognized option" in line]
     left_out = CLASSES[: CLASSES.index(known[0])]
     assert f"compiled for {known[0]}, not for {', '.join(left_out)}: {tmp_path / 'old-g++'} failed" in line
 
 
 def test_a_compiler_that_fails_for_every_class_is_said_once_with_its_words(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(FastLayers, "compile_layers", lambda *_: None)  # ten seconds
-    folder = save_tiny(tmp_path / "model", "llama")
+    folder = save_tiny(tmp_path / "model")
     compile_with(monkeypatch, tmp_path, "-shared")
     with pytest.raises(CompilerError, match=r"old-g.. failed: error: unrecognized option"):
         kernels.load_kernels(torch.bfloat16, 64, 3)
-    with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
+    with LLM(folder, **OPTIONS) as llm:
         assert llm._engine.model_runner.config.attention_backend == "sdpa"
-        assert tokens(llm) == by_transformers(tiny_model("llama"))
-    lines = [record.message for record in caplog.records if "unrecognized option" in record.message]
+        assert tokens(llm) == by_transformers(tiny_model())
+    lines = [line for line in caplog.messages if "unrecognized option" in line]
     assert [line for line in lines if "sampling takes" not in line] == [line for line in lines if "is 'sdpa'" in line]
     assert sum("attention_backend is 'sdpa'" in line for line in lines) == 1
 
@@ -272,30 +252,23 @@ def test_a_compiler_that_fails_for_every_class_is_said_once_with_its_words(monke
 @pytest.mark.full
 def test_with_no_right_form_a_model_answers_by_torch_and_says_so(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(FastLayers, "compile_layers", lambda *_: None)  # ten seconds
-    folder = save_tiny(tmp_path / "model", "llama")
+    folder = save_tiny(tmp_path / "model")
     monkeypatch.setattr(kernels, "FLAGS", (*kernels.FLAGS, "-O0"))  # nothing is computed
     monkeypatch.setattr(kernels, "first_wrong", lambda *_: "decodes differ by up to 1.0e+00 of their size")
     monkeypatch.setenv(VARIABLE, CLASSES[-1])
-    with caplog.at_level(logging.WARNING), LLM(folder, **OPTIONS) as llm:
+    with LLM(folder, **OPTIONS) as llm:
         assert llm._engine.model_runner.config.attention_backend == "sdpa"
-        assert tokens(llm) == by_transformers(tiny_model("llama"))
-    assert any(
-        "attention_backend is 'sdpa'" in record.message and "decodes" in record.message for record in caplog.records
-    )
+        assert tokens(llm) == by_transformers(tiny_model())
+    assert any("attention_backend is 'sdpa'" in line and "decodes" in line for line in caplog.messages)
     with pytest.raises(ValueError, match=r"attention_backend='cpp' is unavailable.*decodes"):
         LLM(folder, attention_backend="cpp", **OPTIONS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("file", "right", "wrong", "what"),
+    "file, right, wrong, what",
     [
-        (
-            "draw.cpp",
-            "const Floats score = level + noise",
-            "const Floats score = level + 2 * noise",
-            "draw other tokens",
-        ),
+        ("draw.cpp", "score = level + noise", "score = level + 2 * noise", "draw other tokens"),
         ("rows.h", "0.693359375f", "0.6935f", "measure other log-probabilities"),
         ("logprobs.cpp", "values > own", "values >= own", "measure other log-probabilities"),
         ("penalties.cpp", "value / repetition", "value * repetition", "penalise or mask otherwise"),
@@ -303,21 +276,20 @@ def test_with_no_right_form_a_model_answers_by_torch_and_says_so(monkeypatch, tm
 )
 def test_sampling_that_is_wrong_is_left_to_torch_and_said(monkeypatch, tmp_path, caplog, file, right, wrong, what):
     build_broken(monkeypatch, tmp_path, f"sampling/{file}", right, wrong)
-    with caplog.at_level(logging.WARNING):
-        assert row_kernels.load_row_kernels() is None
-    (line,) = [record.message for record in caplog.records if "sampling takes torch's operations" in record.message]
+    assert row_kernels.load_row_kernels() is None
+    (line,) = [line for line in caplog.messages if "sampling takes torch's operations" in line]
     assert what in line
 
 
 def test_a_product_of_one_dnn_that_is_wrong_is_left_to_the_module(monkeypatch, tmp_path, caplog):
-    model = save_tiny(tmp_path / "model", "llama", dtype=torch.float32)
+    model = save_tiny(tmp_path)
     monkeypatch.setattr(OneDnnLinear, "__call__", lambda self, states: nn.functional.relu(states) @ self.wrong.T)
     monkeypatch.setattr(
-        OneDnnLinear, "__init__", lambda self, linear: setattr(self, "wrong", linear.weight.detach() * 1.01)
+        OneDnnLinear, "__init__", lambda self, linear: setattr(self, "wrong", linear.weight.data * 1.01)
     )
-    with caplog.at_level(logging.WARNING), LLM(model, enforce_eager=True, **OPTIONS) as llm:
-        assert tokens(llm) == by_transformers(tiny_model("llama"))
-    lines = [record.message for record in caplog.records if "oneDNN's product is wrong" in record.message]
+    with LLM(model, enforce_eager=True, **OPTIONS) as llm:
+        assert tokens(llm) == by_transformers(tiny_model())
+    lines = [line for line in caplog.messages if "oneDNN's product is wrong" in line]
     assert lines and len(lines) == len(set(lines))  # one a shape
 
 
@@ -331,7 +303,7 @@ def test_where_one_dnn_has_no_products_of_bfloat16_layers_stay_plain(monkeypatch
         assert len(tokens(llm)) > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("wrong_from", [None, 0, 2040])
 def test_a_product_of_one_dnn_is_not_compared_with_itself(monkeypatch, dtype, wrong_from):
     """The layer's own forward is as wrong, from some output on, or not: in bfloat16 it is oneDNN's."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.fast.attention.tiles import GROUP_ROWS, SPAN_ROWS, spans_of
-from nanovllm.fast.kernels import nvrtc, prompt_attention
+from nanovllm.fast.kernels import prompt_attention
 from nanovllm.fast.kernels.prompt_attention import TOLERANCE, AttentionSizes, PromptAttention, why_not
 from nanovllm.fast.kernels.wide_attention import WideAttention
 
@@ -79,7 +79,7 @@ class KernelOnCpu(PromptAttention):
 
 @pytest.mark.parametrize("softcap", [None, 20.0, 50.0])
 @pytest.mark.parametrize("window", [None, 100, 1024, 4096])
-@pytest.mark.parametrize(("chunk", "value_dim"), [(None, None), (128, None), (2048, 96)])
+@pytest.mark.parametrize("chunk, value_dim", [(None, None), (128, None), (2048, 96)])
 def test_the_check_at_start_sees_windows_chunks_soft_caps_sinks_and_scales(chunk, value_dim, window, softcap):
     sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, window, softcap, chunk, value_dim)
     assert KernelOnCpu(sizes).error_at_start() <= TOLERANCE
@@ -125,7 +125,7 @@ class WideKernelOnCpu(WideAttention):
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128), (6, 2, 64)], ids=str)
-@pytest.mark.parametrize(("block_size", "value_dim"), [(16, None), (64, 96), (128, None)])
+@pytest.mark.parametrize("block_size, value_dim", [(16, None), (64, 96), (128, None)])
 def test_the_check_of_wide_groups_sees_scales_places_and_lost_tokens(block_size, value_dim, heads, softcap):
     sizes = AttentionSizes(*heads, block_size, torch.bfloat16, None, softcap, None, value_dim)
     assert WideKernelOnCpu(sizes).error_at_start() <= TOLERANCE
@@ -134,10 +134,10 @@ def test_the_check_of_wide_groups_sees_scales_places_and_lost_tokens(block_size,
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("softcap", "is_taken"), [(None, True), (1000.0, True), (1000.5, False)], ids=str)
+@pytest.mark.parametrize("softcap, is_taken", [(None, True), (1000.0, True), (1000.5, False)], ids=str)
 def test_a_soft_cap_too_coarse_for_float32_is_left_to_another_kernel(monkeypatch, softcap, is_taken):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(nvrtc, "is_available", lambda: True)
+    monkeypatch.setattr("nanovllm.fast.kernels.nvrtc.is_available", lambda: True)
     sizes = AttentionSizes(8, 2, 64, 64, torch.bfloat16, None, softcap)
     reason = why_not(sizes, torch.device("cuda"))
     assert reason is None if is_taken else reason is not None and "soft-cap 1000.5 exceeds 1000" in reason

@@ -21,7 +21,7 @@ def test_copies_from_the_host_and_to_it_are_found():
     for copy in (lambda: torch.tensor(1e-5).to(DEVICE), lambda: torch.ones(2, device=DEVICE).copy_(torch.ones(2))):
         with HostTransfers() as transfers:
             copy()
-        assert transfers.found is not None and "between cpu and meta" in transfers.found
+        assert "between cpu and meta" in transfers.found
 
 
 def test_a_model_that_stays_on_its_device_can_be_captured():
@@ -35,7 +35,7 @@ def test_a_model_that_makes_a_tensor_on_the_host_is_named():
     norm = model.model.norm
     norm.forward = lambda states, forward=norm.forward: (torch.tensor(1e-5).to(DEVICE), forward(states))[1]
     reason = why_not_captured(build_binding(model, is_live=True), 16)
-    assert reason is not None and reason.startswith("the forward pass of LlamaForCausalLM copies a tensor")
+    assert reason.startswith("the forward pass of LlamaForCausalLM copies a tensor")
 
 
 @pytest.mark.parametrize("streams", [(), (2,)])

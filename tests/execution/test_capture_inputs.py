@@ -13,22 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm import sampler as draws
-from nanovllm.fast import fast_draws
-from nanovllm.fast.gpu import cuda_graphs, forward_graphs, head_extras, mask_buffer, rehearsal
+from nanovllm.fast.gpu import cuda_graphs, head_extras, mask_buffer, rehearsal
 from nanovllm.fast.gpu.head_extras import HeadExtras
 from nanovllm.features.costs.buckets import HeadShape
 from nanovllm.features.grammar import mask_threads
 from nanovllm.features.logprobs import logprobs
 from nanovllm.features.penalties.penalties import LatestTokens
-from nanovllm.features.speculation import lengths
 from nanovllm.features.token_masks import keep_bits
 from nanovllm.model_runner import PendingTokens
 from nanovllm.sampler import FILTERS
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import CalledAgain, run_graphs_on_a_cpu
 from tests.support.option_traffic import answers
+from tests.support.public_options import make_sequence
 from tests.support.structured import EOS
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 
@@ -139,13 +137,13 @@ def kernels(monkeypatch):
     run_graphs_on_a_cpu(monkeypatch, CheckedPool, left_out=layers)
     for module in (head_extras, mask_buffer):
         monkeypatch.setattr(module, "find_kernel", own.find)
-    monkeypatch.setattr(fast_draws, "find_kernel", own.find_draw)
+    monkeypatch.setattr("nanovllm.fast.fast_draws.find_kernel", own.find_draw)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     threads = mask_threads.MaskThreads
     monkeypatch.setattr(mask_threads, "MaskThreads", lambda: threads(2))
     monkeypatch.setattr(rehearsal, "DEVICES", {"cpu"})
-    monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
+    monkeypatch.setattr("nanovllm.features.speculation.lengths.PLAIN_WINDOW", 10**9)  # drafts never rest
     monkeypatch.setattr(logprobs, "to_host", lambda tensor: tensor.clone())
     monkeypatch.setattr(PendingTokens, "send", classmethod(send_copies))
     return own
@@ -175,13 +173,13 @@ IDLE, WAITING, DROPPED = "idle time between calls", "captures while requests wai
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("way", "options"),
+    "way, options",
     [(IDLE, {}), (IDLE, {"speculation": "suffix"}), (WAITING, {}), (DROPPED, {})],
     ids=[IDLE, "idle time between calls with drafts", WAITING, DROPPED],
 )
 def test_captures_between_steps_of_every_option_change_no_answer(expected, kernels, folder, monkeypatch, way, options):
     if way != IDLE:
-        monkeypatch.setattr(forward_graphs, "STEPS_TO_CAPTURE", 2)
+        monkeypatch.setattr("nanovllm.fast.gpu.forward_graphs.STEPS_TO_CAPTURE", 2)
     with open_llm(folder, overlap=True, **options) as llm:
         engine = llm._engine
         assert isinstance(engine.model_runner.executor, cuda_graphs.GraphExecutor)
@@ -207,9 +205,7 @@ def test_a_head_of_any_size_reads_entries_that_exist_after_a_step_of_any_size(ke
         sequences, ends = [], []
         for number in range(count):
             ids = chance.integers(0, 500, chance.integers(1, 3000)).tolist()
-            params = SamplingParams(repetition_penalty=1.1) if number % 3 else SamplingParams()
-            new = NewRequest(str(number), ids, params)
-            sequences.append(Sequence(new, arrival=0, max_model_len=4096, eos_token_ids=()))
+            sequences.append(make_sequence(ids, repetition_penalty=1.1 if number % 3 else 1.0))
             ends.append(len(ids))
         num_samples = -(-count // 4) * 4
         latest = LatestTokens(-1 - np.arange(count), torch.arange(64))

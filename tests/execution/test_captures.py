@@ -57,9 +57,11 @@ class Pool:
     """Counts captures, runs their trials, and raises `error` instead of the one with the number `raises_at`."""
 
     def __init__(self, device):
-        self.num_captures = 0
-        self.raises_at = None
-        self.error = KeyboardInterrupt()
+        self.num_captures, self.raises_at = 0, None
+
+    def fail_in(self, number, error=None):
+        """Raise instead of the `number`-th capture from now."""
+        self.raises_at, self.error = self.num_captures + number, error or KeyboardInterrupt()
 
     def capture(self, run, *, frees_trial=False):
         self.num_captures += 1
@@ -94,24 +96,27 @@ def make(monkeypatch):
     return make
 
 
+def started(make):
+    executor = make()
+    executor.warm_up()
+    return executor
+
+
 def captured(executor):
     return set(executor._forwards.graphs), set(executor._heads.graphs)
 
 
 @pytest.mark.parametrize("comes_next", ["a step", "idle time", "another interrupt"])
 def test_captures_that_an_interrupt_ended_are_taken_up_again(make, comes_next):
-    whole = make()
-    whole.warm_up()
-
-    executor = make()
-    executor.warm_up()
+    whole = started(make)
+    executor = started(make)
     executor.model_changed(in_place=False)
-    executor._pool.raises_at = executor._pool.num_captures + 3
+    executor._pool.fail_in(3)
     with pytest.raises(KeyboardInterrupt):
         executor._captured_shape(GraphShape(4, 4, 0))
     assert len(executor._forwards.graphs) == 2
     if comes_next == "another interrupt":  # among the heads
-        executor._pool.raises_at = executor._pool.num_captures + len(captured(whole)[0])
+        executor._pool.fail_in(len(captured(whole)[0]))
         with pytest.raises(KeyboardInterrupt):
             executor._captured_shape(GraphShape(4, 4, 0))
     if comes_next == "idle time":
@@ -122,10 +127,9 @@ def test_captures_that_an_interrupt_ended_are_taken_up_again(make, comes_next):
 
 
 def test_a_capture_that_fails_does_not_fail_every_later_step(make):
-    executor = make()
-    executor.warm_up()
+    executor = started(make)
     executor.model_changed(in_place=False)
-    executor._pool.raises_at, executor._pool.error = executor._pool.num_captures + 3, RuntimeError("out of memory")
+    executor._pool.fail_in(3, RuntimeError("out of memory"))
     with pytest.raises(RuntimeError, match="out of memory"):
         executor._captured_shape(GraphShape(4, 4, 0))
     executor._captured_shape(GraphShape(4, 4, 0))
@@ -135,8 +139,7 @@ def test_a_capture_that_fails_does_not_fail_every_later_step(make):
 
 
 def test_heads_with_rare_options_are_captured_once_a_step_had_them(make):
-    executor = make()
-    executor.warm_up()
+    executor = started(make)
     rare, heads = HeadShape(4, True, penalises=True), executor._heads
     assert not executor.capture_seen_head()
     assert not heads.is_due(rare)  # the step runs without a graph
@@ -169,13 +172,12 @@ def test_no_head_is_captured_before_what_it_reads_is_there(make):
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_a_capture_leaves_the_tokens_of_the_step_before(make, error):
-    executor = make()
-    executor.warm_up()
+    executor = started(make)
     executor._sampled.copy_(torch.arange(5, 13))
     executor._heads.graphs.clear()
     for number, capture in enumerate((executor._capture_forward, executor._capture_head)):
         if error is not None:
-            executor._pool.raises_at, executor._pool.error = executor._pool.num_captures + 1, error
+            executor._pool.fail_in(1, error)
         with nullcontext() if error is None else pytest.raises(type(error)):
             capture([ODD, HeadShape(8, True)][number])
         assert executor._sampled.tolist() == list(range(5, 13))
@@ -289,40 +291,38 @@ def test_steps_of_more_tiles_than_the_graphs_memory_holds_are_not_captured(make)
 
 
 def test_a_shape_that_no_graph_serves_is_captured_at_its_sixteenth_step(make):
-    executor = make()
-    executor.warm_up()
-    nearby, bare = GraphShape(0, 250, 8), ODD
+    executor = started(make)
+    nearby = GraphShape(0, 250, 8)
     for step in range(1, 41):
         assert executor._captured_shape(nearby) in executor._forwards.graphs
-        assert executor._captured_shape(bare) == bare
-        assert (bare in executor._forwards.graphs) == (step >= 16), step
+        assert executor._captured_shape(ODD) == ODD
+        assert (ODD in executor._forwards.graphs) == (step >= 16), step
     assert nearby not in executor._forwards.graphs  # another stands in for it
 
 
 def test_a_capture_that_fails_while_requests_wait_is_not_tried_again(make, caplog):
-    executor, bare = make(), ODD
-    executor.warm_up()
-    at = executor._pool.num_captures + 1
-    executor._pool.raises_at, executor._pool.error = at, RuntimeError("out of memory")
+    executor = started(make)
+    executor._pool.fail_in(1, RuntimeError("out of memory"))
     for _ in range(40):
-        assert executor._captured_shape(bare) == bare
-    assert executor._pool.num_captures == at and [r.levelname for r in caplog.records] == ["WARNING"]
-    assert bare not in executor._forwards.graphs
+        assert executor._captured_shape(ODD) == ODD
+    assert executor._pool.num_captures == executor._pool.raises_at
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert ODD not in executor._forwards.graphs
     executor.model_changed(in_place=False)  # all graphs are captured anew
     for _ in range(16):
-        executor._captured_shape(bare)
-    assert bare in executor._forwards.graphs
+        executor._captured_shape(ODD)
+    assert ODD in executor._forwards.graphs
 
 
 def test_an_interrupted_capture_of_a_step_is_taken_up_by_the_next(make):
-    executor, bare = make(), ODD
-    executor._pool.raises_at = 1
+    executor = make()
+    executor._pool.fail_in(1)
     for _ in range(15):
-        executor._captured_shape(bare)
+        executor._captured_shape(ODD)
     with pytest.raises(KeyboardInterrupt):
-        executor._captured_shape(bare)
-    executor._captured_shape(bare)
-    assert bare in executor._forwards.graphs
+        executor._captured_shape(ODD)
+    executor._captured_shape(ODD)
+    assert ODD in executor._forwards.graphs
 
 
 def test_steps_of_several_ranks_wait_for_no_capture(make, monkeypatch):
@@ -334,10 +334,9 @@ def test_steps_of_several_ranks_wait_for_no_capture(make, monkeypatch):
 
 
 def test_no_graph_makes_room_while_requests_wait(full):
-    bare = ODD
     for _ in range(40):
-        assert full.shape_for_step(bare, at_any_cost=False) == bare
-        full.capture_due(bare, lambda shape: pytest.fail("there is no room"))
+        assert full.shape_for_step(ODD, at_any_cost=False) == ODD
+        full.capture_due(ODD, lambda shape: pytest.fail("there is no room"))
 
 
 def test_a_graph_that_stands_in_for_others_counts_as_used(full):

@@ -18,6 +18,7 @@ from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.features.logprobs.logprobs import StepLogprobs
 from nanovllm.features.token_masks import begin_masks, num_mask_words, token_masks
 from nanovllm.model_runner import PendingTokens
+from tests.support.llms import OVERLAP
 from tests.support.structured import EOS, FORMS, form, open_llm
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_tokenizer
 
@@ -150,7 +151,7 @@ def threads_take_all(monkeypatch):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("overlap", [True, False])
+@OVERLAP
 @pytest.mark.parametrize("options", [{}, CROWDED], ids=["roomy", "crowded"])
 def test_late_draws_change_no_token(overlap, options):
     with open_llm(overlap=overlap, **options) as llm:

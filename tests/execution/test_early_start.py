@@ -22,14 +22,13 @@ def used(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "expected"),
+    "model, options, expected",
     [
         ("folder", {}, [("folder", "cuda", "auto")]),
         ("folder", {"device": "cuda:1", "dtype": "float16"}, [("folder", "cuda:1", "float16")]),
         ("folder", {"device": "cpu"}, []),
         (nn.Linear(2, 2), {}, []),
     ],
-    ids=["auto", "by number", "cpu", "loaded module"],
 )
 def test_the_device_of_a_model_that_is_loaded_to_a_gpu_is_used(used, model, options, expected):
     begin_gpu(model, options)

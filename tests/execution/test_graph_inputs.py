@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from nanovllm.batch import ScheduledSequence
-from nanovllm.fast.attention.flex_chunks import fill_tiles
-from nanovllm.fast.attention.flex_decodes import fill_decodes
 from nanovllm.fast.attention.flex_gpu_options import Gpu, KernelOptions
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.fast.gpu.forward_graphs import MAX_GRAPHS, STEPS_TO_CAPTURE, ForwardGraphs
@@ -16,18 +14,17 @@ from nanovllm.features.costs.buckets import MIN_ROWS, Buckets, GraphShape, RowSi
 from nanovllm.features.costs.cost_model import StepWork as StepCosts
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.logprobs.logprobs import PromptRows, StepLogprobs
-from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
 from nanovllm.model_runner import with_sampled
 from nanovllm.sampler import DrawInputs
-from nanovllm.sequence import NewRequest, Sequence
 from tests.support.gpu_steps import packing_of
+from tests.support.public_options import make_sequence
 from tests.support.scheduling import Loop, make_scheduler
 
 H200 = Gpu(132, 232_448)
 
 
-def random_entries(choice, *, block_size, max_num_seqs, budget, max_model_len):
+def random_entries(choice, block_size, max_num_seqs, budget, max_model_len):
     """A step within the limits, and the sequences whose newest token is in flight, with their places."""
     pages = list(range(1, 5000))
     entries, in_flight = [], []
@@ -40,16 +37,17 @@ def random_entries(choice, *, block_size, max_num_seqs, budget, max_model_len):
         end = start + count
         waits = count == 1 and start > 0 and choice.random() < 0.5
         tokens = [choice.randrange(1000) for _ in range(start if waits else end)]
-        seed = choice.randrange(2**64)
-        sequence = Sequence(
-            NewRequest(str(number), tokens, SamplingParams()), arrival=number, max_model_len=10**6, seed=seed
-        )
+        sequence = make_sequence(tokens, arrival=number, seed=choice.randrange(2**64))
         if waits:
             in_flight.append(sequence)
         table = [pages.pop(choice.randrange(len(pages))) for _ in range(-(-end // block_size))]
         entries.append(ScheduledSequence(sequence, start, count, int(waits or choice.random() < 0.8), table, start))
     choice.shuffle(in_flight)
     return entries, {sequence: place for place, sequence in enumerate(in_flight)}
+
+
+def shape_of(buckets, layout, block_size):
+    return buckets.shape(layout, len(Tiles.from_layout(layout, block_size).blocks))
 
 
 def config_of(max_num_seqs, budget, block_size, max_model_len=4096):
@@ -77,9 +75,7 @@ def test_every_step_within_the_limits_has_a_shape_that_holds_it(max_num_seqs, bl
         for shape in buckets.common():
             assert_fits(shape, buckets, block_size)
         for _ in range(4):
-            entries, in_flight = random_entries(
-                choice, block_size=block_size, max_num_seqs=min(max_num_seqs, 60), budget=budget, max_model_len=300
-            )
+            entries, in_flight = random_entries(choice, block_size, min(max_num_seqs, 60), budget, 300)
             layout = build_layout(entries, block_size, in_flight)
             tiles = Tiles.from_layout(layout, block_size)
             shape = buckets.shape(layout, len(tiles.blocks))
@@ -100,25 +96,16 @@ def test_the_cost_model_counts_the_rows_that_a_step_is_computed_as():
             if loop.scheduler.waiting or loop.scheduler.running:
                 batch = loop.step()
                 layout = build_layout(batch.entries, 16)
-                shape = buckets.shape(layout, len(Tiles.from_layout(layout, 16).blocks))
-                assert StepCosts.from_batch(batch, 16, sizes).num_tokens == shape.num_rows
+                assert StepCosts.from_batch(batch, 16, sizes).num_tokens == shape_of(buckets, layout, 16).num_rows
 
 
 def test_padding_stays_moderate():
     buckets = Buckets(config_of(1024, 8192, 64))
-    entry = ScheduledSequence(
-        Sequence(NewRequest("r", [1] * 9, SamplingParams()), arrival=0, max_model_len=99), 5, 1, 1, [1], 5
-    )
+    entry = ScheduledSequence(make_sequence([1] * 9), 5, 1, 1, [1], 5)
     for count in range(1, 1025):
         shape = buckets.shape(build_layout([entry] * count, 64), 0)
         assert shape.num_decodes <= max(4, 2 * count) and (count < 64 or 2 * shape.num_decodes <= 3 * count)
-    prompts = [
-        ScheduledSequence(
-            Sequence(NewRequest(str(n), [1] * 130, SamplingParams()), arrival=n, max_model_len=200),
-            0, 130, 1, [1, 2, 3], 0,
-        )
-        for n in range(60)
-    ]  # fmt: skip
+    prompts = [ScheduledSequence(make_sequence([1] * 130, arrival=n), 0, 130, 1, [1, 2, 3], 0) for n in range(60)]
     layout = build_layout(prompts, 64)
     assert buckets.shape(layout, 180).num_tiles <= 400
 
@@ -175,19 +162,17 @@ def test_every_step_with_few_chunks_is_held_by_what_is_captured(max_num_seqs, ca
     buckets = Buckets(config_of(max_num_seqs, 2048, 64))
     captured = [*buckets.common(), *getattr(buckets, captures)()]
     for _ in range(100):
-        entries, in_flight = random_entries(
-            choice, block_size=64, max_num_seqs=min(max_num_seqs, 60), budget=2048, max_model_len=900
-        )
+        entries, in_flight = random_entries(choice, 64, min(max_num_seqs, 60), 2048, 900)
         layout = build_layout(entries, 64, in_flight)
         num_tiles = len(Tiles.from_layout(layout, 64).blocks)
         if len(layout.chunks) <= 8:
             stand_in = buckets.stand_in(buckets.shape(layout, num_tiles), captured)
-            assert stand_in is not None and stand_in.num_rows <= max(2048, layout.num_tokens * 3)
+            assert stand_in.num_rows <= max(2048, layout.num_tokens * 3)
         assert buckets.num_samples(len(layout.sample_rows)) in (0, *buckets.sample_counts)
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1024, 8192), (1024, 2560), (64, 192), (3, 70), (4096, 65_536)])
+@pytest.mark.parametrize("max_num_seqs, budget", [(1024, 8192), (1024, 2560), (64, 192), (3, 70), (4096, 65_536)])
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block_size):
     """All of them fit among the graphs that are kept, and need few kernels that are compiled for a size."""
@@ -197,27 +182,24 @@ def test_steps_that_are_prepared_are_steps_that_come(max_num_seqs, budget, block
     assert len(set(usual)) == len(usual) < MAX_GRAPHS - 8
     assert len({shape.num_decodes for shape in usual}) <= 32 and len({shape.num_tiles for shape in usual}) <= 20
 
-    def shape_of(num_decodes, length, context=6):
+    def shape_with(num_decodes, length, context=6):
         """Of a step of decodes, the first of them behind a context, and a chunk."""
         tokens, table = [1] * max(length, context), list(range(1, 2 + max(length, context) // block_size))
-        sequence = Sequence(NewRequest("r", tokens, SamplingParams()), arrival=0, max_model_len=10**6)
+        sequence = make_sequence(tokens)
         starts = [context - 1] * min(num_decodes, 1) + [5] * (num_decodes - 1)
         entries = [ScheduledSequence(sequence, start, 1, 1, table, start) for start in starts]
         entries += [ScheduledSequence(sequence, 0, length, 1, table, 0)] * (length > 0)
-        layout = build_layout(entries, block_size)
-        return buckets.shape(layout, len(Tiles.from_layout(layout, block_size).blocks))
+        return shape_of(buckets, build_layout(entries, block_size), block_size)
 
     for shape in usual:
         assert_fits(shape, buckets, block_size)
-        if shape.num_tiles:
-            assert shape_of(shape.num_decodes, shape.num_rows - shape.num_decodes) == shape
-        else:
-            assert shape_of(shape.num_decodes, 0) == shape
+        length = shape.num_rows - shape.num_decodes if shape.num_tiles else 0
+        assert shape_with(shape.num_decodes, length) == shape
     for num_decodes in range(min(65, max_num_seqs)):
         for length in (2, block_size, budget // 2, budget - num_decodes):
-            assert shape_of(num_decodes, length) in usual
+            assert shape_with(num_decodes, length) in usual
         for context in (6, 8192, 100_000):
-            assert not num_decodes or shape_of(num_decodes, 0, context) in usual
+            assert not num_decodes or shape_with(num_decodes, 0, context) in usual
 
 
 @pytest.mark.parametrize(
@@ -237,8 +219,11 @@ def test_other_gpus_take_the_table_in_proportion_and_what_fits(gpu):
 
 
 @pytest.mark.full
-def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
-    """Also with dirty buffers, which earlier steps leave, and with tokens that the host does not know."""
+def test_each_row_of_a_packed_step_has_its_own_token_position_slot_and_noise():
+    """Also with dirty buffers, which earlier steps leave, and with tokens that the host does not know.
+
+    What each row attends to, tests/attention/test_flex_gpu.py compares.
+    """
     num_steps = 0
     for seed in range(60):
         choice = random.Random(seed)
@@ -246,79 +231,39 @@ def test_each_row_of_a_packed_step_sees_its_own_sequence_up_to_itself():
         longest = choice.choice([5, block_size - 1, block_size, block_size + 1, 3 * block_size + 7])
         budget = max_num_seqs + block_size + choice.randint(0, 200)
         buckets = Buckets(config_of(max_num_seqs, budget, block_size, longest))
-        width = -(-longest // block_size) + 1
-        decodes, tiles_of = buckets.max_decodes, buckets.max_tiles
-        piece = choice.choice([size for size in (16, 32, 64, block_size) if size <= block_size])
-        pieces = (width - 1) * (block_size // piece) + 1
-        decode_tables = [torch.zeros(s, dtype=torch.int32) for s in
-                         ((decodes, 1, 1), (decodes, 1, 1, pieces), (decodes,), (decodes,))]  # fmt: skip
-        chunk_tables = [torch.zeros(1, 1, tiles_of, *w, dtype=torch.int32) for w in ((), (width,), (), (width,))]
-        words = packing_of(buckets.largest(), block_size, decodes).num_words + max_num_seqs * (width - 1)
-        buffer = torch.zeros(words, dtype=torch.int32)
         for _ in range(4):
-            entries, in_flight = random_entries(
-                choice, block_size=block_size, max_num_seqs=max_num_seqs, budget=budget, max_model_len=longest
-            )
+            entries, in_flight = random_entries(choice, block_size, max_num_seqs, budget, longest)
             layout = build_layout(entries, block_size, in_flight, longest_first=True)
-            tiles = Tiles.from_layout(layout, block_size)
-            shape = buckets.shape(layout, len(tiles.blocks))
-            packing = packing_of(shape, block_size, decodes)
+            shape = shape_of(buckets, layout, block_size)
+            packing = packing_of(shape, block_size, buckets.max_decodes)
             sampling = [entry for entry in entries if entry.num_samples]
             positions = [entry.start + entry.num_new_tokens for entry in sampling]
             draws = DrawInputs.from_sequences([entry.sequence for entry in sampling], positions)
             packed = np.full(packing.num_words_for(layout), 12345, np.int32)
-            packing.pack(layout, tiles, draws, packed)
-            buffer[: len(packed)] = torch.from_numpy(packed)
-            inputs = packing.views(buffer)
-            sampled = torch.randint(0, 999, (decodes,))
+            packing.pack(layout, Tiles.from_layout(layout, block_size), draws, packed)
+            inputs = packing.views(torch.from_numpy(packed))
+            sampled = torch.randint(0, 999, (buckets.max_decodes,))
             token_ids = with_sampled(inputs.token_ids, sampled)
-            if shape.num_decodes:
-                fill_decodes(tuple(decode_tables), inputs.tables, inputs.decode_tables, inputs.decode_blocks,
-                             inputs.positions[: shape.num_decodes], block_size, piece)  # fmt: skip
-            if shape.num_tiles:
-                fill_tiles(
-                    tuple(chunk_tables), inputs.tables, inputs.tile_tables, inputs.tile_blocks, inputs.tile_is_used,
-                    chunk_tables[3].shape[3],
-                )  # fmt: skip
-
-            def slots_seen(row, shape=shape, inputs=inputs, size=block_size, own=decode_tables, chunk=chunk_tables,
-                           piece=piece):  # fmt: skip
-                if row < shape.num_decodes:
-                    count, last, offset = (int(own[i][row].view(-1)[0]) for i in (0, 2, 3))
-                    pieces = own[1][row, 0, 0, :count].tolist()
-                    return {p * piece + slot for p in pieces for slot in range(piece) if p != last or slot <= offset}
-                place = int(inputs.chunk_rows[row - shape.num_decodes])
-                assert int(inputs.tile_rows.flatten()[place]) == row
-                tile, offset = divmod(place, size)
-                num_own, own_page, num_full, full = (table[0, 0, tile] for table in chunk)
-                assert int(num_own) == 1
-                whole = {p * size + slot for p in full[: int(num_full)].tolist() for slot in range(size)}
-                return whole | {int(own_page[0]) * size + slot for slot in range(offset + 1)}
-
             used, last_row = set(), {}
             row = 0
             for entry in layout.entries:
                 if entry.num_new_tokens > 1 and row < shape.num_decodes:
                     row = shape.num_decodes
                 for position in range(entry.start, entry.start + entry.num_new_tokens):
-                    known, table = entry.sequence.token_ids, entry.block_table
+                    known = entry.sequence.token_ids
                     right = known[position] if position < len(known) else int(sampled[in_flight[entry.sequence]])
+                    slot = entry.block_table[position // block_size] * block_size + position % block_size
                     assert int(token_ids[row]) == right and int(inputs.positions[row]) == position
-                    slots = [table[p // block_size] * block_size + p % block_size for p in range(position + 1)]
-                    assert int(inputs.slot_mapping[row]) == slots[-1]
-                    assert slots_seen(row) == set(slots)
+                    assert int(inputs.slot_mapping[row]) == slot
                     used.add(row)
                     last_row[entry.sequence] = row
                     row += 1
             for row in set(range(shape.num_rows)) - used:
                 assert int(inputs.slot_mapping[row]) == 0 == int(token_ids[row])
-                assert row >= shape.num_decodes or int(decode_tables[0][row]) == 0
-            for tile in range(len(tiles.blocks), shape.num_tiles):
-                assert int(chunk_tables[0][0, 0, tile]) == 0 == int(chunk_tables[2][0, 0, tile])
-            for place, entry in enumerate(sampling):
-                assert int(inputs.sample_rows[place]) == last_row[entry.sequence]
-                assert int(inputs.noise_keys[place]) == int(draws.noise_keys[place])
-                assert float(inputs.noise_scales[place]) == 1.0
+            count = len(sampling)
+            assert inputs.sample_rows[:count].tolist() == [last_row[entry.sequence] for entry in sampling]
+            assert inputs.noise_keys[:count].tolist() == draws.noise_keys.tolist()
+            assert inputs.noise_scales[:count].tolist() == [1.0] * count
             num_steps += 1
     assert num_steps > 200
 
@@ -331,8 +276,7 @@ def test_a_token_in_flight_that_is_none_is_replaced_by_a_valid_one():
 def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
     def entry(number, start, count, num_prompt_tokens, asks):
         tokens = [1000 * number + place for place in range(num_prompt_tokens)]
-        params = SamplingParams(prompt_logprobs=0 if asks else None)
-        sequence = Sequence(NewRequest(str(number), tokens, params), arrival=number, max_model_len=10**6)
+        sequence = make_sequence(tokens, arrival=number, prompt_logprobs=0 if asks else None)
         sequence.token_ids.extend(range(start + count - num_prompt_tokens))
         return ScheduledSequence(sequence, start, count, 1, [10 * number + n for n in range(1, 9)], start)
 
@@ -345,7 +289,7 @@ def test_rows_for_prompt_logprobs_are_found_behind_the_padding_of_the_decodes():
         entry(5, 31, 1, 20, asks=False),
     ]
     layout = build_layout(entries, 16, longest_first=True)
-    shape = Buckets(config_of(16, 256, 16)).shape(layout, len(Tiles.from_layout(layout, 16).blocks))
+    shape = shape_of(Buckets(config_of(16, 256, 16)), layout, 16)
     assert shape.num_decodes > layout.num_decodes
     packing = packing_of(shape, 16, 16)
     buffer = np.zeros(packing.num_words_for(layout), np.int32)

@@ -277,8 +277,7 @@ def test_goals_that_were_set_do_not_follow():
     assert budget.itl_goal > 0.2 and budget.ttft_goal == 9.0
 
 
-def test_the_log_tells_the_automatic_goal_at_start_and_a_changed_one_once_a_minute(caplog):
-    caplog.set_level("INFO", "nanovllm")
+def test_the_log_tells_the_automatic_goal_at_start_and_a_changed_one_once_a_minute(info_log):
     _, costs = follower(0.9)
     end_steps(costs, 0.1, 60)
     end_steps(costs, 0.04, 60, start=10.0)
@@ -286,7 +285,7 @@ def test_the_log_tells_the_automatic_goal_at_start_and_a_changed_one_once_a_minu
         "itl_goal is 3600 ms, for steps with a block of 64 tokens that take 900 ms; it follows their costs",
         "itl_goal is 400 ms instead of 3600: steps with a block of 64 tokens take 100 ms now",
     ]
-    assert caplog.messages == told
+    assert info_log.messages == told
     end_steps(costs, 0.04, 1, start=70.0)
     told.append("itl_goal is 160 ms instead of 400: steps with a block of 64 tokens take 40 ms now")
-    assert caplog.messages == told
+    assert info_log.messages == told

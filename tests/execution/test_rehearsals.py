@@ -12,7 +12,7 @@ from nanovllm.fast.gpu import rehearsal
 from nanovllm.fast.gpu.rehearsal import rehearsal_batch, rehearse_at_start
 from nanovllm.features.sampling_params import _STAGES
 from tests.support.layer_kinds import model
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, generate, token_ids
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -47,10 +47,10 @@ def rehearse(llm):
 
 def tokens(llm, **options):
     params = SamplingParams(max_tokens=8, ignore_eos=True, **options)
-    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return token_ids(generate(llm, PROMPTS, params))
 
 
-def test_at_start_options_of_the_draw_are_rehearsed_and_their_heads_captured(folder, monkeypatch, caplog):
+def test_at_start_options_of_the_draw_are_rehearsed_and_their_heads_captured(folder, monkeypatch, info_log):
     with open_llm(folder) as llm:
         runner = llm._engine.model_runner  # type: ignore[union-attr]
         before = tokens(llm, temperature=0.0)
@@ -61,10 +61,9 @@ def test_at_start_options_of_the_draw_are_rehearsed_and_their_heads_captured(fol
             return execute(batch)
 
         monkeypatch.setattr(runner, "execute", noting)
-        with caplog.at_level("INFO", "nanovllm"):
-            rehearse_at_start(runner, lambda: bool(heads) and bool(heads.pop()))
+        rehearse_at_start(runner, lambda: bool(heads) and bool(heads.pop()))
         params = [batch.sampling[0].params for batch in given]
-        assert "rehearsal" not in caplog.text and not heads
+        assert "rehearsal" not in info_log.text and not heads
         assert [[entry.num_new_tokens for entry in batch.entries] for batch in given] == [[3], [1]] * (len(given) // 2)
         assert {each.logprobs for each in params if not each.penalises} >= {0, 5, 20}
         assert any(each.penalises and each.logprobs is None for each in params)
@@ -85,13 +84,12 @@ WAYS = {
 
 @pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_the_same_after_every_rehearsal(folder, way, caplog):
+def test_answers_are_the_same_after_every_rehearsal(folder, way, info_log):
     with open_llm(folder, **WAYS[way]) as llm:
         before = tokens(llm, temperature=0.0), tokens(llm, seed=5, top_p=0.9, repetition_penalty=1.1)
         stats = llm.stats()
-        with caplog.at_level("INFO", "nanovllm"):
-            count = rehearse(llm)
-        assert "rehearsal" not in caplog.text
+        count = rehearse(llm)
+        assert "rehearsal" not in info_log.text
         assert count >= 3 * len(rehearsal._OPTIONS) and rehearse(llm) == count
         after = llm.stats()
         assert (after.num_used_blocks, after.kv_findable_bytes) == (0, stats.kv_findable_bytes)
@@ -122,7 +120,7 @@ def test_every_option_with_a_stage_of_sampling_is_rehearsed():
     assert {"top_k", "top_p", "min_p", "temperature"} <= used
 
 
-def test_an_error_of_a_rehearsal_leaves_the_others_and_captures(folder, monkeypatch, caplog):
+def test_an_error_of_a_rehearsal_leaves_the_others_and_captures(folder, monkeypatch, info_log):
     with open_llm(folder) as llm:
         runner, execute = llm._engine.model_runner, llm._engine.model_runner.execute
 
@@ -132,9 +130,8 @@ def test_an_error_of_a_rehearsal_leaves_the_others_and_captures(folder, monkeypa
             return execute(batch)
 
         monkeypatch.setattr(runner, "execute", fail_for_penalties)
-        with caplog.at_level("INFO", "nanovllm"):
-            assert rehearse(llm) >= 3 * len(rehearsal._OPTIONS)
-        assert caplog.text.count("a rehearsal failed") == 3 * sum("penalty" in str(o) for o in rehearsal._OPTIONS)
+        assert rehearse(llm) >= 3 * len(rehearsal._OPTIONS)
+        assert info_log.text.count("a rehearsal failed") == 3 * sum("penalty" in str(o) for o in rehearsal._OPTIONS)
         monkeypatch.setattr(runner, "execute", lambda _: (_ for _ in ()).throw(DeviceError("gone")))
         runner.paths.num_rehearsed = 0
         with pytest.raises(DeviceError):

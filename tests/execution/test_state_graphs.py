@@ -5,16 +5,15 @@ A graph is a function that is called again, with what the packed step holds then
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.fast.gpu.state_graphs import StateGraphExecutor
-from nanovllm.features.states import state_kernels
 from tests.support.class_cases import chunk_prompts, own_answers
 from tests.support.gpu_steps import run_graphs_on_a_cpu
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, generate, greedy, token_ids
 from tests.support.tiny_classes import tiny_class_model
 
 NUM_TOKENS = 14
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+GREEDY = greedy(NUM_TOKENS, ignore_eos=True)
 OPTIONS = {
     "max_model_len": 224, "max_num_seqs": 4, "num_kv_blocks": 7, "max_num_batched_tokens": 90, "block_size": 64,
 }  # fmt: skip
@@ -23,7 +22,7 @@ OPTIONS = {
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     run_graphs_on_a_cpu(monkeypatch, chosen_by="beside_mixers", left_out=["compile_layers"])
-    monkeypatch.setattr(state_kernels, "find_kernel", lambda *_: None)
+    monkeypatch.setattr("nanovllm.features.states.state_kernels.find_kernel", lambda *_: None)
 
 
 @pytest.mark.costly
@@ -41,7 +40,7 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, class_name):
             for state in states:
                 state.fill_(float("nan"))
         for _ in range(2):
-            found = [output.outputs[0].token_ids for output in llm.generate(chunk_prompts(), GREEDY, use_tqdm=False)]
+            found = token_ids(generate(llm, chunk_prompts(), GREEDY))
             assert found == own_answers(model, chunk_prompts(), NUM_TOKENS)
         check_engine(llm)
         assert llm.stats().num_preemptions > 0

@@ -12,10 +12,9 @@ from nanovllm.features.costs.buckets import GraphShape
 from nanovllm.features.groups.cache_groups import GroupTables
 from nanovllm.features.groups.group_layouts import with_groups
 from nanovllm.features.packed_steps import StepFeature, StepInput
-from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.layout import build_layout
 from nanovllm.sampler import DrawInputs
-from nanovllm.sequence import NewRequest, Sequence
+from tests.support.public_options import make_sequence
 from tests.support.shared_decodes import changing_steps
 
 SHAPE = GraphShape(8, 8, 0)
@@ -38,10 +37,7 @@ class States(StepFeature):
 
 
 def decodes(*starts):
-    sequences = [
-        Sequence(NewRequest(str(start), [1] * (start + 1), SamplingParams(top_p=0.9)), arrival=start, max_model_len=99)
-        for start in starts
-    ]
+    sequences = [make_sequence([1] * (start + 1), arrival=start, top_p=0.9) for start in starts]
     entries = [ScheduledSequence(s, len(s.token_ids) - 1, 1, 1, [3, 4, 5], 0) for s in sequences]
     return build_layout(entries, 16), sequences
 

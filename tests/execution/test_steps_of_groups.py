@@ -11,7 +11,7 @@ from nanovllm.fast.attention.backends import AttentionChoice
 from nanovllm.fast.attention.flex_gpu import GpuFlexAttention
 from tests.support.gpu_steps import run_graphs_on_a_cpu
 from tests.support.layer_kinds import expected, model, prompts
-from tests.support.llms import check_engine
+from tests.support.llms import check_engine, generate, token_ids
 
 NUM_NEW_TOKENS = 18
 OPTIONS = {"block_size": 16, "max_model_len": 160, "max_num_seqs": 6}
@@ -25,7 +25,7 @@ def on_a_cpu(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("family", "num_groups", "options"),
+    "family, num_groups, options",
     [
         ("Mistral", 1, {"num_kv_blocks": 6, "max_num_batched_tokens": 22}),
         ("GptOss", 2, {"num_kv_blocks": 14, "max_num_batched_tokens": 22}),
@@ -41,7 +41,7 @@ def test_greedy_tokens_are_those_of_transformers(on_a_cpu, family, num_groups, o
         assert len(runner.pools.groups) == num_groups
         greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
         for _ in range(2):
-            found = [o.outputs[0].token_ids for o in llm.generate(prompts(), greedy, use_tqdm=False)]
+            found = token_ids(generate(llm, prompts(), greedy))
             assert found == expected(family, NUM_NEW_TOKENS)
         check_engine(llm)
         assert (llm.stats().num_preemptions > 0) == (family == "GptOss")
