@@ -9,8 +9,9 @@ from nanovllm.fast import fast_draws
 from nanovllm.fast.fast_draws import fast_sampler, keep_likely
 from nanovllm.fast.gpu.head_extras import DrawExtras, draw_extras
 from nanovllm.sampler import FILTERED_AT_ONCE, FILTERS, DrawInputs, DrawTensors, draw, keep_likely_by_sort
-from tests.support.nuclei import nuclei_that_end_exactly
+from tests.support.nuclei import nuclei_that_end_exactly, random_logits
 from tests.support.public_options import make_sequence
+from tests.support.tiny_models import DTYPES
 
 CPU = torch.device("cpu")
 WAYS = [
@@ -27,10 +28,6 @@ def request(seed=0, **params):
 
 def requests_of(count):
     return [request(seed, **WAYS[seed % len(WAYS)]) for seed in range(count)]
-
-
-def random_logits(num_rows, vocab_size):
-    return 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
 
 
 def test_a_sort_keeps_what_the_form_for_cpus_keeps():
@@ -70,7 +67,7 @@ def test_the_kernels_of_a_gpu_get_floors_from_torch_where_they_lack_a_filter(mon
     assert torch.equal(offsets != 0, torch.from_numpy(is_relative))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 def test_the_captured_draw_takes_the_tokens_that_a_cpu_takes(dtype):
     count = FILTERED_AT_ONCE + 30
     logits, requests, positions = random_logits(count, 500).to(dtype), requests_of(count), list(range(2, count + 2))

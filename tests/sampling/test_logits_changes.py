@@ -26,6 +26,7 @@ from tests.support.chi_squared import SIGNIFICANCE, p_value
 from tests.support.class_cases import own_answers
 from tests.support.llms import (
     OPTIONS,
+    OVERLAP,
     POOLS,
     assert_idle_and_whole,
     check_engine,
@@ -34,11 +35,11 @@ from tests.support.llms import (
     open_llm,
     token_ids,
 )
-from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+from tests.support.nuclei import random_logits
+from tests.support.tiny_models import DTYPES, random_prompts, tiny_model, tiny_tokenizer
 
 VOCAB = 50
 EVERY_POOL = pytest.mark.parametrize("pool", ["roomy pool", "tiny pool"])
-OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
 
 
 def request(tokens, words=None, *, seed=0, num_outputs=0, **params):
@@ -50,8 +51,8 @@ def request(tokens, words=None, *, seed=0, num_outputs=0, **params):
     return sequence
 
 
-def random_rows(num_rows, vocab_size=VOCAB):
-    return 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(1))
+def random_rows(num_rows):
+    return random_logits(num_rows, VOCAB, seed=1)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad words
@@ -203,9 +204,9 @@ def fails(token_ids, row):
     return row
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@OVERLAP
 @pytest.mark.parametrize(
-    ("processor", "message", "num_tokens"),
+    "processor, message, num_tokens",
     [
         (fails, r"its logits processor failed \(KeyError: 'lost'\)", 3),
         (lambda ids, row: None, "it returned None; it must return logits of shape", 0),
@@ -229,7 +230,7 @@ def test_a_processor_that_fails_ends_its_request_and_no_other(processor, message
 # -------------------------------------------------------------------------------------------------------- nothing left
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@DTYPES
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "options",
@@ -250,7 +251,7 @@ def test_a_row_without_allowed_tokens_is_distinguished_from_a_non_finite_one(opt
     assert tokens[1:] == [NOTHING_LEFT, NON_FINITE]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@OVERLAP
 def test_a_request_that_forbids_everything_ends_with_an_error_that_says_so(overlap):
     prompt = random_prompts(1, low=40, high=40)[0]
     params = SamplingParams(max_tokens=5, allowed_token_ids=[65], bad_words=[tiny_tokenizer().decode([65])], logprobs=1)
@@ -271,7 +272,7 @@ def test_a_request_that_forbids_everything_ends_with_an_error_that_says_so(overl
 def test_all_of_it_together_draws_the_distribution_of_the_processors_of_transformers():
     """In the documented order; the allowed tokens and the frequency penalty, which they lack, are written out."""
     history, num_draws, size = [4, 9, 4, 7, 1], 6_000, 24
-    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(4))
+    logits = random_logits(1, size, scale=1.0, seed=4)
     allowed = list(range(20))
     sequences = [
         request(

@@ -9,8 +9,9 @@ from torch import Tensor
 from nanovllm import SamplingParams, StepError
 from nanovllm.features.logprobs.logprobs import ROWS_AT_ONCE, Measured, PackedMeasured
 from tests.support import llms
-from tests.support.llms import POOLS, check_engine, open_llm, token_ids
+from tests.support.llms import OVERLAP, POOLS, check_engine, greedy, open_llm, token_ids
 from tests.support.logprobs import assert_reports, assert_right, mixed_requests
+from tests.support.nuclei import random_logits
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model
 
 
@@ -27,7 +28,7 @@ def assert_all_right(model, outputs, params):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("pool", "overlap"),
+    "pool, overlap",
     [*((pool, True) for pool in POOLS), ("tiny pool", False)],
     ids=[*(f"{pool}-overlap" for pool in POOLS), "tiny pool-one by one"],
 )
@@ -58,7 +59,7 @@ def test_ties_share_the_better_rank_and_a_row_without_a_token_harms_no_other():
 
 @pytest.mark.parametrize("num_rows", [1, ROWS_AT_ONCE - 1, ROWS_AT_ONCE, 2 * ROWS_AT_ONCE + 1])
 def test_any_number_of_rows_is_measured(num_rows):
-    logits = torch.randn(num_rows, 100, generator=torch.Generator().manual_seed(0))
+    logits = random_logits(num_rows, 100)
     token_ids = torch.arange(num_rows) % 100
     reports = list(Measured.from_logits(logits, token_ids, 4).rows([4] * num_rows))
     for report, row, token_id in zip(reports, logits.log_softmax(dim=-1), token_ids.tolist(), strict=True):
@@ -66,7 +67,7 @@ def test_any_number_of_rows_is_measured(num_rows):
 
 
 def test_bfloat16_logits_are_normalised_in_float32():
-    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = random_logits(3, 5000).bfloat16()
     measured = Measured.from_logits(logits, torch.tensor([1, 2, 3]), 0)
     expected = logits.float().log_softmax(dim=-1)[range(3), [1, 2, 3]]
     torch.testing.assert_close(measured.logprobs[:, 0], expected, atol=1e-5, rtol=0)
@@ -101,7 +102,7 @@ def test_who_does_not_ask_pays_no_sort_and_no_measuring(monkeypatch):
             monkeypatch.setattr(Tensor, name, refuse)
         generate(llm, [[5, 6, 7]] * 3, [SamplingParams(temperature=t, max_tokens=5) for t in (0.0, 1.0, 0.5)])
         with pytest.raises(StepError, match="a vocabulary was sorted"):
-            generate(llm, [[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=5, logprobs=1))
+            generate(llm, [[5, 6, 7]], greedy(5, logprobs=1))
 
 
 # -------------------------------------------------------------------------------------------------------------- prompts
@@ -167,7 +168,7 @@ def test_the_model_runs_once_and_is_left_as_it_was():
         assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@OVERLAP
 def test_a_step_that_fails_leaves_no_report_behind(monkeypatch, overlap):
     model, params = tiny_model(), SamplingParams(max_tokens=12, logprobs=2, prompt_logprobs=2, seed=1)
     prompt = random_prompts(1, low=70, high=70)[0]

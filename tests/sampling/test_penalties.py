@@ -10,7 +10,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from nanovllm import SamplingParams
 from nanovllm.features.penalties.penalties import LatestTokens, change_logits, penalty_entries, write_tokens
 from tests.support.class_cases import own_answers
-from tests.support.llms import POOLS, generate, greedy, open_llm, token_ids
+from tests.support.llms import OVERLAP, POOLS, generate, greedy, open_llm, token_ids
+from tests.support.nuclei import random_logits
 from tests.support.public_options import make_sequence
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, tiny_model
 
@@ -30,7 +31,7 @@ def changed(logits, sequences, latest=None):
 
 
 def logits_of(num_rows, dtype=torch.float32):
-    return (3 * torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1))).to(dtype)
+    return random_logits(num_rows, VOCAB, seed=1).to(dtype)
 
 
 def test_the_repetition_penalty_is_that_of_transformers():
@@ -113,7 +114,7 @@ def by_transformers():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlap"])
+@OVERLAP
 @pytest.mark.parametrize("pool", ["roomy pool", "tiny pool"])
 def test_greedy_tokens_under_a_repetition_penalty_equal_those_of_transformers(pool, overlap):
     params = [greedy(30, repetition_penalty=p) for p in REPETITIONS]
@@ -162,13 +163,13 @@ OF_ANOTHER_KIND = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize("options, message", REFUSED, ids=str)
 def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**options)
 
 
-@pytest.mark.parametrize(("name", "values", "message"), OF_ANOTHER_KIND, ids=str)
+@pytest.mark.parametrize("name, values, message", OF_ANOTHER_KIND, ids=str)
 def test_values_of_another_kind_are_refused(name, values, message):
     for value in values:
         with pytest.raises(TypeError, match=message):

@@ -35,7 +35,7 @@ SLOW = {(pool, overlap) for pool in POOLS for overlap in (False, True)} - QUICK
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("pool", "overlap"), [*sorted(QUICK), *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW))]
+    "pool, overlap", [*sorted(QUICK), *(pytest.param(*case, marks=pytest.mark.slow) for case in sorted(SLOW))]
 )
 def test_reported_rows_are_the_log_softmax_of_transformers(pool, overlap):
     model = tiny_model("qwen3")
@@ -50,7 +50,7 @@ def test_reported_rows_are_the_log_softmax_of_transformers(pool, overlap):
         assert (llm.stats().num_preemptions > 0) == (pool == "tiny pool")
 
 
-@pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (16, 0), (17, 16), (48, 32), (49, 48), (99, 96)])
+@pytest.mark.parametrize("start, cached", [(0, 0), (1, 0), (16, 0), (17, 16), (48, 32), (49, 48), (99, 96)])
 def test_a_hit_ends_before_the_row_that_gives_the_first_reported_token(start, cached):
     prompt = random_prompts(1, low=100, high=100)[0]
     with open_llm() as llm:

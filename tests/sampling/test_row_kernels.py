@@ -17,23 +17,19 @@ from nanovllm.features.request_options import RequestOptions
 from nanovllm.sampler import FILTERS as FILTER_STAGES
 from nanovllm.sampler import DrawInputs, masses, noise_keys
 from nanovllm.sequence import NewRequest, Sequence
-from tests.support.nuclei import nuclei_that_end_exactly
+from tests.support.nuclei import nuclei_that_end_exactly, random_logits
+from tests.support.tiny_models import DTYPES
 
 FILTERS = [
     {}, {"top_k": 1}, {"top_k": 50}, {"top_k": 3000}, {"top_p": 0.95}, {"top_p": 0.2}, {"top_p": 0.99999},
     {"min_p": 0.05}, {"top_p": 1e-38}, {"top_k": 40, "top_p": 0.7}, {"top_p": 0.9, "min_p": 0.02},
     {"top_k": 500, "top_p": 0.99, "min_p": 0.001},
 ]  # fmt: skip
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 @functools.cache
 def kernels():
     return load_row_kernels()
-
-
-def random_logits(num_rows, vocab_size, *, scale=3.0, seed=0):
-    return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs_of(num_rows, temperature=1.0, **given):
@@ -186,7 +182,7 @@ def sequences_of(vocab_size):
 
 
 @DTYPES
-@pytest.mark.parametrize("in_flight", [False, True], ids=["all known", "newest in flight"])
+@pytest.mark.parametrize("in_flight", [False, True])
 def test_requests_of_all_kinds_sample_the_same(dtype, in_flight):
     sequences = sequences_of(vocab_size := 100)
     logits = random_logits(len(sequences), vocab_size).to(dtype)

@@ -4,10 +4,8 @@ import sys
 
 import pytest
 
-from nanovllm.features.speculation import lengths
-
 
 @pytest.fixture(autouse=True)
 def _steps_are_free(monkeypatch):
-    monkeypatch.setattr(lengths, "PLAIN_WINDOW", sys.maxsize)
-    monkeypatch.setattr(lengths, "BOUNDS", ((sys.maxsize, sys.maxsize),))
+    monkeypatch.setattr("nanovllm.features.speculation.lengths.PLAIN_WINDOW", sys.maxsize)
+    monkeypatch.setattr("nanovllm.features.speculation.lengths.BOUNDS", ((sys.maxsize, sys.maxsize),))

@@ -86,9 +86,8 @@ def distribution(params):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("drafter", "temperature"),
+    "drafter, temperature",
     [(SharedNoise, 0.7), (SharedNoise, 1.0), (Likeliest, 1.0)],
-    ids=["shared noise, 0.7", "shared noise, 1.0", "likeliest, 1.0"],
 )
 def test_draws_with_drafts_follow_the_models_distribution_at_every_place(drafter, temperature):
     params = {"temperature": temperature, "top_p": 0.9}

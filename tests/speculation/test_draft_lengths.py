@@ -1,11 +1,12 @@
 """How many drafts are verified: by the number of running sequences, and none for a while after they lost time."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from nanovllm.batch import ScheduledBatch, ScheduledSequence
 from nanovllm.features.costs.buckets import RowSizes, runs_as_decodes
 from nanovllm.features.costs.cost_model import StepWork
-from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.speculation import lengths as rule
 from nanovllm.features.speculation.lengths import (
     BOUNDS,
@@ -18,9 +19,8 @@ from nanovllm.features.speculation.lengths import (
     DraftLengths,
 )
 from nanovllm.layout import build_layout
-from nanovllm.observability.step_records import StepRecord
-from tests.support.llms import open_llm
-from tests.support.mock_drafts import KnownAnswers
+from tests.support.llms import generate, greedy, open_llm, token_ids
+from tests.support.mock_drafts import known_answers
 from tests.support.public_options import make_sequence
 
 
@@ -62,14 +62,11 @@ class Steps:
         ahead = 0.0 if is_drafted else 1e-6
         start, self.time = self.time - ahead, self.time + (self.seconds[not is_drafted] if seconds is None else seconds)
         drafts = 7 * self.count if is_drafted else 0
-        values = {"start_time": start, "num_running": self.count, "num_decode_tokens": self.count} | changes
-        record = StepRecord(
-            step_id=len(self.drafted), time=self.time, num_sequences=self.count, num_prefill_tokens=0,
-            num_cached_tokens=0, num_waiting=0, num_used_blocks=0, schedule_time=0.0, launch_time=0.0,
-            execute_time=0.0, update_time=0.0, ttfts=(), num_draft_tokens=drafts,
-            num_accepted_tokens=int(self.accepted * self.count) if is_drafted else 0, **values,
-        )  # fmt: skip
-        self.lengths.step_ended(record, ScheduledBatch(record.step_id, ()))
+        values = {
+            "start_time": start, "time": self.time, "num_running": self.count, "num_decode_tokens": self.count,
+            "num_draft_tokens": drafts, "num_accepted_tokens": int(self.accepted * self.count) * is_drafted,
+        }  # fmt: skip
+        self.lengths.step_ended(SimpleNamespace(**values | changes), ScheduledBatch(len(self.drafted), ()))
         self.drafted.append(is_drafted)
 
     def run(self, number):
@@ -148,44 +145,47 @@ def test_a_step_that_waited_for_drafts_in_vain_counts_as_one_with_them():
     assert lost.lengths.limit(lost.count) == 0
 
 
+def answers_without_drafts(prompts, params):
+    with open_llm() as llm:
+        return token_ids(generate(llm, prompts, params))
+
+
 def test_few_rows_are_shared_evenly():
     """A first draft is right more often than a later one, so 16 sequences have three of 48 rows each."""
     prompts = [[5, 6, 7, 8 + number] for number in range(16)]
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    with open_llm() as llm:
-        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts, wanted, strict=True)}
+    params = greedy(24, ignore_eos=True)
+    wanted = answers_without_drafts(prompts, params)
     most = []
 
     def watched(request, drafts):
         most.append(request.max_tokens)
         return drafts
 
-    with open_llm(speculation=KnownAnswers(answers, watched), max_num_seqs=64) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    with open_llm(speculation=known_answers(prompts, wanted, watched), max_num_seqs=64) as llm:
+        assert token_ids(generate(llm, prompts, params)) == wanted
     assert most[:16] == [3] * 16
 
 
 @pytest.mark.full
 def test_an_engine_drafts_nothing_while_drafts_rest():
-    prompt = [5, 6, 7, 8]
-    with open_llm() as llm:
-        wanted = llm.generate([prompt], use_tqdm=False)[0].outputs[0].token_ids
+    prompts, params = [[5, 6, 7, 8]], greedy(12)
+    wanted = answers_without_drafts(prompts, params)
     for rest in (0, 2 * LONGEST_REST):
-        with open_llm(speculation=KnownAnswers({tuple(prompt): [wanted]})) as llm:
+        with open_llm(speculation=known_answers(prompts, wanted)) as llm:
             llm._engine.scheduler.proposer.lengths._size(1).num_left = rest
-            assert llm.generate([prompt], use_tqdm=False)[0].outputs[0].token_ids == wanted
+            assert token_ids(generate(llm, prompts, params)) == wanted
             assert (llm.stats().speculation.num_drafts > 0) == (rest == 0)
 
 
-def test_the_work_of_a_run_on_a_gpu_is_that_of_decodes_with_common_blocks():
+def decode_run_and_chunk(num_samples):
+    """Of one token, of a token and its drafts, and of a prompt."""
     single, run, chunk = decodes(3)
-    run, chunk = (
-        run._replace(num_new_tokens=4, num_samples=4),
-        chunk._replace(start=0, num_new_tokens=16, num_samples=0),
-    )
-    batch = ScheduledBatch(0, (single, run, chunk), 1)
+    run = run._replace(num_new_tokens=4, num_samples=4)
+    return single, run, chunk._replace(start=0, num_new_tokens=16, num_samples=num_samples)
+
+
+def test_the_work_of_a_run_on_a_gpu_is_that_of_decodes_with_common_blocks():
+    batch = ScheduledBatch(0, decode_run_and_chunk(0), 1)
     sizes = RowSizes(64, 256)
     work = StepWork.from_batch(batch, 16, sizes)
     assert work == StepWork(sizes.padded(5, 16)[1], 5, 1, 20 + 23, 20 + 21 + 22, 16 * 17 // 2, 5)
@@ -193,14 +193,9 @@ def test_the_work_of_a_run_on_a_gpu_is_that_of_decodes_with_common_blocks():
 
 
 def test_a_run_as_decodes_has_the_same_rows_and_samples():
-    single, run, chunk = decodes(3)
-    run, chunk = (
-        run._replace(num_new_tokens=4, num_samples=4),
-        chunk._replace(start=0, num_new_tokens=16, num_samples=1),
-    )
-    for sequence in (single.sequence, run.sequence, chunk.sequence):
-        sequence.token_ids.extend(range(50, 60))
-    batch = ScheduledBatch(0, (single, run, chunk), 1)
+    batch = ScheduledBatch(0, decode_run_and_chunk(1), 1)
+    for entry in batch.entries:
+        entry.sequence.token_ids.extend(range(50, 60))
     entries = [*runs_as_decodes(batch.entries)]
     assert [(e.start, e.num_new_tokens, e.num_samples) for e in entries] == [
         (19, 1, 1), (19, 1, 1), (20, 1, 1), (21, 1, 1), (22, 1, 1), (0, 16, 1),
@@ -216,20 +211,17 @@ def test_a_run_as_decodes_has_the_same_rows_and_samples():
 def test_decodes_wait_for_those_with_drafts():
     """Two steps of a part of the decodes each read the weights, and none of them costs what is predicted."""
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
-    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    with open_llm() as llm:
-        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts, wanted, strict=True)}
+    params = greedy(30, ignore_eos=True)
+    wanted = answers_without_drafts(prompts, params)
 
     def of_the_first(request, drafts):
         return drafts[:2] if request.token_ids[0] == 5 else []
 
-    with open_llm(speculation=KnownAnswers(answers, of_the_first), overlap=True) as llm:
+    with open_llm(speculation=known_answers(prompts, wanted, of_the_first), overlap=True) as llm:
         batches = []
         schedule = llm._engine.scheduler.schedule
         llm._engine.scheduler.schedule = lambda: batches.append(schedule()) or batches[-1]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == wanted
+        assert token_ids(generate(llm, prompts, params)) == wanted
     drafted = [batch for batch in batches if batch is not None and batch.drafted]
     assert len(drafted) > 5 and all(len(batch.entries) == 3 for batch in drafted)
 
@@ -237,11 +229,9 @@ def test_decodes_wait_for_those_with_drafts():
 def test_no_prompt_runs_ahead_of_drafts():
     """A step of it alone would have no goal, though decodes wait for its end."""
     prompts = [[5, 6, 7, 8], [9, 10, 11], [20 + token % 7 for token in range(200)]]
-    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    with open_llm() as llm:
-        wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts, wanted, strict=True)}
-    with open_llm(speculation=KnownAnswers(answers), overlap=True, max_num_batched_tokens=80) as llm:
+    params = greedy(30, ignore_eos=True)
+    wanted = answers_without_drafts(prompts, params)
+    with open_llm(speculation=known_answers(prompts, wanted), overlap=True, max_num_batched_tokens=80) as llm:
         engine = llm._engine
         schedule, ahead = engine.scheduler.schedule, []
 
@@ -252,7 +242,6 @@ def test_no_prompt_runs_ahead_of_drafts():
             return batch
 
         engine.scheduler.schedule = watched
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == wanted
+        assert token_ids(generate(llm, prompts, params)) == wanted
     assert sum(has_drafts for has_drafts, _ in ahead) > 5
     assert all(batch is None for has_drafts, batch in ahead if has_drafts)

@@ -7,17 +7,17 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from tests.support.forked_processes import programs_are_forked
-from tests.support.llms import OPTIONS, assert_idle_and_whole, generate, token_ids
+from tests.support.llms import OPTIONS, assert_idle_and_whole, generate, greedy, token_ids
 from tests.support.other_models import small
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PROMPTS = random_prompts(6, low=5, high=70, seed=1)
 PARAMS = {
-    "greedy": SamplingParams(temperature=0.0, max_tokens=30),
-    "sampled": SamplingParams(temperature=1.0, seed=5, max_tokens=30),
+    "greedy": greedy(30),
+    "sampled": SamplingParams(seed=5, max_tokens=30),
     "top-p": SamplingParams(temperature=0.7, top_p=0.9, seed=5, max_tokens=30),
-    "penalties": SamplingParams(temperature=1.0, seed=5, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=30),
-    "n": SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=30),
+    "penalties": SamplingParams(seed=5, repetition_penalty=1.3, presence_penalty=0.5, max_tokens=30),
+    "n": SamplingParams(seed=5, n=2, max_tokens=30),
 }
 
 
@@ -42,6 +42,11 @@ def open_llm(draft, **options):
     return LLM(tiny_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | drafts | options))
 
 
+def answers_without_drafts(prompts, params):
+    with open_llm(None) as llm:
+        return token_ids(generate(llm, prompts, params))
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("name", PARAMS)
 def test_a_copy_of_the_model_draws_what_the_model_draws(name, same):
@@ -62,8 +67,7 @@ def test_a_copy_of_the_model_draws_what_the_model_draws(name, same):
 def short(name):
     """Hardly a draft of a stranger is accepted: each token takes steps of both models."""
     params = replace(PARAMS[name], max_tokens=15)
-    with open_llm(None) as llm:
-        return params, token_ids(generate(llm, PROMPTS, params))
+    return params, answers_without_drafts(PROMPTS, params)
 
 
 TIGHT = {"num_kv_blocks": 17, "max_model_len": 230}
@@ -71,7 +75,7 @@ TIGHT = {"num_kv_blocks": 17, "max_model_len": 230}
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name, options",
     [("greedy", {}), ("top-p", {}), ("top-p", TIGHT), ("top-p", {"max_num_batched_tokens": 80})],
 )
 def test_a_stranger_changes_no_token(name, options, other):
@@ -87,8 +91,7 @@ def test_a_stranger_changes_no_token(name, options, other):
 @pytest.mark.full
 def test_shadows_without_blocks_are_computed_again(same):
     prompts = random_prompts(10, low=60, high=90, seed=2)
-    with open_llm(None) as llm:
-        wanted = token_ids(generate(llm, prompts, PARAMS["sampled"]))
+    wanted = answers_without_drafts(prompts, PARAMS["sampled"])
     with open_llm(same) as llm:
         manager = llm._engine.scheduler.proposer.drafter._manager
         manager.pop_free(manager.num_free_blocks - 24)
@@ -98,8 +101,7 @@ def test_shadows_without_blocks_are_computed_again(same):
 
 @pytest.mark.full
 def test_a_step_of_the_small_model_that_fails_costs_its_drafts(same, monkeypatch):
-    with open_llm(None) as llm:
-        wanted = token_ids(generate(llm, PROMPTS, PARAMS["sampled"]))
+    wanted = answers_without_drafts(PROMPTS, PARAMS["sampled"])
     with open_llm(same) as llm:
         runner, calls = llm._engine.scheduler.proposer.drafter._runner, iter(range(10_000))
         execute = runner.execute
@@ -130,8 +132,7 @@ def test_models_that_cannot_draft_are_refused_by_name(tmp_path, same):
 @programs_are_forked()
 def test_each_replica_has_a_small_model_of_its_own(same):
     options = {"speculation": "draft", "draft_model": same, "data_parallel_size": 2, "routing": "round-robin"}
-    with LLM(same, **(OPTIONS | {"skip_tokenizer_init": True})) as llm:
-        wanted = token_ids(generate(llm, PROMPTS, PARAMS["sampled"]))
+    wanted = answers_without_drafts(PROMPTS, PARAMS["sampled"])
     with LLM(same, **(OPTIONS | {"skip_tokenizer_init": True} | options)) as llm:
         assert token_ids(generate(llm, PROMPTS, PARAMS["sampled"])) == wanted
         stats = llm.stats().speculation

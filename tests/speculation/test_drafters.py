@@ -1,7 +1,7 @@
 """Drafters of users: what they are given, and what becomes of those that fail; failed steps, aborts and streams."""
 
-import logging
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -11,13 +11,13 @@ from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import STATES, details_of
 from tests.support.forked_processes import programs_are_forked
-from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, token_ids
-from tests.support.mock_drafts import KnownAnswers
+from tests.support.llms import OPTIONS, assert_idle_and_whole, fail_in_step, generate, open_llm, submit, token_ids
+from tests.support.mock_drafts import known_answers
 from tests.support.structured import EOS
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_model, tiny_tokenizer
 
 PROMPTS = random_prompts(4, low=5, high=40, seed=2)
-PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24)
+PARAMS = SamplingParams(seed=3, max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def wanted():
 
 @pytest.fixture
 def right(wanted):
-    return KnownAnswers({tuple(prompt): [answer] for prompt, answer in zip(PROMPTS, wanted, strict=True)})
+    return known_answers(PROMPTS, wanted)
 
 
 class Recorder:
@@ -130,7 +130,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_requests_go_on_without_the_drafts_of_a_drafter_that_fails(fault, wanted, caplog):
     drafter = Broken(FAULTS[fault])
-    with caplog.at_level(logging.WARNING, "nanovllm"), open_llm(speculation=drafter) as llm:
+    with open_llm(speculation=drafter) as llm:
         assert token_ids(generate(llm, PROMPTS, PARAMS)) == wanted
         counts = llm._engine.scheduler.proposer.counts
     assert counts.num_failures == drafter.num_calls > 20 and not counts.drafted
@@ -144,7 +144,7 @@ def test_a_step_with_drafts_that_fails_is_done_again(monkeypatch, wanted, right)
             engine = llm._engine
             outputs, failures = {}, 0
             for index, prompt in enumerate(PROMPTS):
-                engine.add(engine.input_processor.process_one(str(index), prompt, PARAMS))
+                submit(engine, str(index), prompt, PARAMS)
             while engine.has_unfinished:
                 try:
                     engine.step()
@@ -187,7 +187,7 @@ def test_logits_processors_see_no_drafts(wanted, right):
         lengths.append(len(token_ids))
         return logits
 
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logits_processors=(note,))
+    params = replace(PARAMS, logits_processors=(note,))
     with open_llm(speculation=right) as llm:
         assert token_ids(generate(llm, PROMPTS[:1], params)) == wanted[:1]
     assert lengths == [len(PROMPTS[0]) + n for n in range(24)]
@@ -217,7 +217,7 @@ def test_with_no_draft_found_the_steps_are_those_without_speculation(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"speculation": "ngrams"}, "speculation is 'ngrams'; it must be"),
         ({"speculation": object()}, "or an object with a method `propose`"),

@@ -5,12 +5,12 @@ import functools
 import pytest
 
 from nanovllm import BeamSearchParams, SamplingParams
-from tests.support.llms import assert_idle_and_whole, generate, open_llm, token_ids
-from tests.support.mock_drafts import KnownAnswers
+from tests.support.llms import OVERLAP, assert_idle_and_whole, generate, greedy, open_llm, token_ids
+from tests.support.mock_drafts import known_answers
 from tests.support.tiny_models import random_prompts
 
 PROMPTS = random_prompts(6, low=60, high=120, seed=3)
-PARAMS = {"greedy": SamplingParams(temperature=0.0, max_tokens=24), "sampled": SamplingParams(seed=5, max_tokens=24)}
+PARAMS = {"greedy": greedy(24), "sampled": SamplingParams(seed=5, max_tokens=24)}
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=12)
 
 
@@ -21,12 +21,11 @@ def expected(name):
 
 
 def drafter(name):
-    answers = zip(PROMPTS, expected(name), strict=True)
-    return KnownAnswers({tuple(prompt): [answer] for prompt, answer in answers})
+    return known_answers(PROMPTS, expected(name))
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("overlap", [False, True])
+@OVERLAP
 @pytest.mark.parametrize("name", PARAMS)
 def test_prefixes_come_back_from_a_tier(name, overlap):
     options = {"num_kv_blocks": 33, "prefix_cache_host_bytes": 8 << 20, "overlap": overlap}
@@ -77,12 +76,12 @@ def test_a_fork_goes_on_with_drafts(name):
         output = next(stream)
         while len(output.outputs[0].token_ids) < 8:
             output = next(stream)
-        fork = llm.fork(output.request_id, len(PROMPTS[0]) + 3, SamplingParams(temperature=0.0, max_tokens=10))
+        fork = llm.fork(output.request_id, len(PROMPTS[0]) + 3, greedy(10))
         *_, forked = fork
         *_, output = stream
         assert_idle_and_whole(llm)
     assert output.outputs[0].token_ids == expected(name)[0]
     with open_llm() as llm:
         prompt = [*PROMPTS[0], *expected(name)[0][:3]]
-        answer = token_ids(generate(llm, [prompt], SamplingParams(temperature=0.0, max_tokens=10)))
+        answer = token_ids(generate(llm, [prompt], greedy(10)))
     assert [forked.outputs[0].token_ids] == answer

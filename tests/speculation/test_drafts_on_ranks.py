@@ -5,8 +5,8 @@ import functools
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from tests.support.llms import OPTIONS, assert_idle_and_whole, generate
-from tests.support.mock_drafts import KnownAnswers
+from tests.support.llms import OPTIONS, assert_idle_and_whole, generate, token_ids
+from tests.support.mock_drafts import KnownAnswers, known_answers
 from tests.support.rank_pair import one_pair_of_processes
 from tests.support.structured import EOS, form
 from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tiny_tokenizer
@@ -14,12 +14,12 @@ from tests.support.tiny_models import VOCAB_SIZE, random_prompts, save_tiny, tin
 PROMPTS = random_prompts(5, low=5, high=70, seed=1)
 KINDS = {
     "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0},
+    "sampled": {},
     "top-p": {"temperature": 0.7, "top_p": 0.9},
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.4, "frequency_penalty": 0.6},
-    "logprobs": {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 1},
-    "n": {"temperature": 1.0, "n": 2},
-    "structured": {"temperature": 1.0, "structured_output": form("json_schema")},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
+    "n": {"n": 2},
+    "structured": {"structured_output": form("json_schema")},
 }
 
 pytestmark = pytest.mark.full
@@ -83,10 +83,9 @@ def test_two_ranks_give_the_outputs_of_every_kind_of_request_with_drafts_of_any_
 @pytest.mark.parametrize("source", ["a draft model", "a Drafter"])
 def test_the_drafter_of_two_ranks_is_that_of_the_first(folder, source):
     wanted = expected(folder)
-    answers = zip(PROMPTS, (output.outputs[0].token_ids for output in wanted["sampled"]), strict=True)
     options = {
         "a draft model": {"speculation": "draft", "draft_model": folder},
-        "a Drafter": {"speculation": KnownAnswers({tuple(prompt): [tokens] for prompt, tokens in answers})},
+        "a Drafter": {"speculation": known_answers(PROMPTS, token_ids(wanted["sampled"]))},
     }
     with open_llm(folder, 2, **options[source]) as llm:
         before = llm.stats().num_steps

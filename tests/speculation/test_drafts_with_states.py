@@ -8,7 +8,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import StepError
 from tests.support.class_cases import own_answers
-from tests.support.llms import check_engine, fail_in_step
+from tests.support.llms import check_engine, fail_in_step, generate
 from tests.support.mock_drafts import KnownAnswers
 from tests.support.tiny_classes import VOCAB_SIZE, tiny_class_model
 from tests.support.tiny_models import tiny_tokenizer
@@ -19,7 +19,7 @@ NUM_TOKENS = 40
 LENGTHS = (5, 63, 64, 65, 100)
 PARAMS = {
     "greedy": {"temperature": 0.0},
-    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-p": {"top_p": 0.9},
     "n": {"temperature": 0.7, "n": 3},
     "penalties, logprobs": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 2},
 }
@@ -66,7 +66,7 @@ def open_llm(family, **options):
 
 
 def answers(llm, name):
-    outputs = llm.generate(prompts(), params_of(name), use_tqdm=False)
+    outputs = generate(llm, prompts(), params_of(name))
     check_engine(llm)
     return [[(c.token_ids, c.logprobs and [*map(list, c.logprobs)]) for c in output.outputs] for output in outputs]
 

@@ -5,20 +5,20 @@ import random
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from tests.support import layer_kinds
-from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
-from tests.support.llms import OPTIONS, assert_idle_and_whole
-from tests.support.mock_drafts import KnownAnswers
+from nanovllm import SamplingParams
+from tests.support import layer_kinds, llms
+from tests.support.equality import model, prompts, reference
+from tests.support.llms import assert_idle_and_whole, greedy, token_ids
+from tests.support.mock_drafts import KnownAnswers, known_answers
 from tests.support.overlap import requests
 from tests.support.structured import EOS, FORMS, form
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, random_prompts, tiny_model
 
 PROMPTS = random_prompts(5, low=5, high=70, seed=1)
 PARAMS = {
     "greedy": {"temperature": 0.0},
     "T = 0.7": {"temperature": 0.7},
-    "T = 1.0, top-p": {"temperature": 1.0, "top_p": 0.9},
+    "T = 1.0, top-p": {"top_p": 0.9},
     "top-k, min-p": {"temperature": 0.9, "top_k": 20, "min_p": 0.05},
     "cold": {"temperature": 1e-4},
     "penalties": {
@@ -28,22 +28,21 @@ PARAMS = {
         "presence_penalty": 0.4,
         "logit_bias": {7: 3.0, 9: -4.0},
     },
-    "logprobs": {"temperature": 1.0, "logprobs": 3, "prompt_logprobs": 1},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 1},
     "logprobs, penalties": {"temperature": 0.0, "logprobs": 0, "frequency_penalty": 0.5},
     "bad words": {"temperature": 0.0, "bad_words": ["the cat", "e", "a"]},
-    "allowed tokens": {"temperature": 1.0, "allowed_token_ids": tuple(range(3, 40))},
-    "stop tokens": {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
-    "min_tokens": {"temperature": 1.0, "stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 9},
-    "stop strings": {"temperature": 1.0, "stop": ("e", "at", "o")},
+    "allowed tokens": {"allowed_token_ids": tuple(range(3, 40))},
+    "stop tokens": {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 9))},
+    "min_tokens": {"stop_token_ids": tuple(range(0, VOCAB_SIZE, 9)), "min_tokens": 9},
+    "stop strings": {"stop": ("e", "at", "o")},
     "kept stop strings": {
-        "temperature": 1.0,
         "stop": ("th", "in"),
         "min_tokens": 5,
         "include_stop_str_in_output": True,
     },
-    "n": {"temperature": 1.0, "n": 3},
-    "end of sequence": {"temperature": 1.0, "logit_bias": {EOS: 4.0}},
-    "no end of sequence": {"temperature": 1.0, "logit_bias": {EOS: 4.0}, "ignore_eos": True},
+    "n": {"n": 3},
+    "end of sequence": {"logit_bias": {EOS: 4.0}},
+    "no end of sequence": {"logit_bias": {EOS: 4.0}, "ignore_eos": True},
 }  # fmt: skip
 RNG = random.Random()
 
@@ -85,7 +84,7 @@ def ending_model():
 
 
 def open_llm(module=None, **options):
-    return LLM(module or ending_model(), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
+    return llms.open_llm(module or ending_model(), **options)
 
 
 def described(outputs):
@@ -103,7 +102,7 @@ def described(outputs):
 
 
 def generate(llm, batch, params):
-    outputs = llm.generate(batch, params, use_tqdm=False)
+    outputs = llms.generate(llm, batch, params)
     assert_idle_and_whole(llm)
     return outputs
 
@@ -136,7 +135,7 @@ def cells(names):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("name", "change"), cells(PARAMS))
+@pytest.mark.parametrize("name, change", cells(PARAMS))
 def test_outputs_with_drafts_are_those_without(name, change):
     wanted = expected(name)
     with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
@@ -151,7 +150,7 @@ def test_outputs_with_drafts_are_those_without(name, change):
 
 
 def structured_params(kind):
-    return [SamplingParams(temperature=1.0, seed=s, max_tokens=60, structured_output=form(kind)) for s in range(5)]
+    return [SamplingParams(seed=s, max_tokens=60, structured_output=form(kind)) for s in range(5)]
 
 
 @functools.cache
@@ -161,7 +160,7 @@ def structured(kind):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("kind", "change"), cells(FORMS))
+@pytest.mark.parametrize("kind, change", cells(FORMS))
 def test_structured_outputs_with_drafts_are_those_without(kind, change):
     params, wanted = structured_params(kind), structured(kind)
     with open_llm(speculation=KnownAnswers(answers_of(PROMPTS, wanted), CHANGES[change])) as llm:
@@ -171,18 +170,19 @@ def test_structured_outputs_with_drafts_are_those_without(kind, change):
         assert counts.accepted == counts.drafted or change != "right"
 
 
+def assert_drafts_leave(wanted, module, batch, **options):
+    for change in ("right", "mostly right"):
+        with open_llm(module, speculation=known_answers(batch, wanted, CHANGES[change]), **options) as llm:
+            assert token_ids(generate(llm, batch, greedy(len(wanted[0])))) == wanted
+            counts = llm._engine.scheduler.proposer.counts
+            assert len(counts.accepted) == 7 and (counts.accepted == counts.drafted) == (change == "right")
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_outputs_with_drafts_are_those_of_transformers(family):
     wanted = [reference(model(family), prompt) for prompt in prompts()]
-    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(prompts(), wanted, strict=True)}
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
-    for change in ("right", "mostly right"):
-        drafter = KnownAnswers(answers, CHANGES[change])
-        with open_llm(model(family), speculation=drafter, max_num_seqs=256) as llm:  # rows for all drafts
-            assert [output.outputs[0].token_ids for output in generate(llm, prompts(), params)] == wanted
-            counts = llm._engine.scheduler.proposer.counts
-            assert len(counts.accepted) == 7 and (counts.accepted == counts.drafted) == (change == "right")
+    assert_drafts_leave(wanted, model(family), prompts(), max_num_seqs=256)  # rows for all drafts
 
 
 SETTINGS = {
@@ -204,7 +204,7 @@ def of_every_kind():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("name", "change"), cells(SETTINGS))
+@pytest.mark.parametrize("name, change", cells(SETTINGS))
 def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change):
     (batch, params), wanted = requests(), of_every_kind()
     drafter = KnownAnswers(answers_of(batch, wanted), CHANGES[change])
@@ -221,12 +221,5 @@ def test_requests_of_every_kind_have_their_outputs_in_every_setting(name, change
 @pytest.mark.parametrize("family", ["Gemma3Text", "Mistral", "GptOss", "Llama4Text"])
 def test_models_with_windows_and_chunks_have_the_outputs_of_transformers(family):
     """A rejected draft must free no block that a window still needs, and read none that was freed."""
-    batch, wanted = layer_kinds.prompts(), layer_kinds.expected(family, 40)
-    answers = {tuple(prompt): [tokens] for prompt, tokens in zip(batch, wanted, strict=True)}
-    params = SamplingParams(temperature=0.0, max_tokens=40)
-    for change in ("right", "mostly right"):
-        drafter = KnownAnswers(answers, CHANGES[change])
-        with LLM(layer_kinds.model(family), **(OPTIONS | {"speculation": drafter, "max_model_len": 256})) as llm:
-            assert [output.outputs[0].token_ids for output in generate(llm, batch, params)] == wanted
-            counts = llm._engine.scheduler.proposer.counts
-            assert len(counts.accepted) == 7 and (counts.accepted == counts.drafted) == (change == "right")
+    wanted = layer_kinds.expected(family, 40)
+    assert_drafts_leave(wanted, layer_kinds.model(family), layer_kinds.prompts(), max_model_len=256)
