@@ -105,16 +105,6 @@ def test_a_later_token_never_changes_an_earlier_row(backend):
 
 
 @BACKENDS
-def test_nan_left_in_a_block_does_not_reach_its_next_owner(backend):
-    """Every free block holds NaN here; a fresh block that the step only begins is cleared first."""
-    case = PagedCase([(0, 5), (0, 1), (16, 3)])
-    assert len(case.layout.blocks_to_clear) == 3
-    output = case.run(backend(case))
-    assert output.isfinite().all()
-    case.check(output)
-
-
-@BACKENDS
 def test_requests_of_one_step_share_blocks_that_this_very_step_fills(backend):
     """The second sequence's first two blocks are the first one's, written in this step."""
     case = PagedCase([(0, 40), (32, 5)], seed=3)

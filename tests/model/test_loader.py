@@ -129,12 +129,6 @@ def test_a_chosen_dtype_holds_for_weights_and_cache(saved, dtype):
         assert len(answers(llm)) == 3
 
 
-def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(saved, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"device is 'cuda', but PyTorch sees no GPU. Use device='cpu' or 'auto'"):
-        LLM(saved, device="cuda", **OPTIONS)
-
-
 # ------------------------------------------------------------------------------------------------------ what is missing
 
 

@@ -203,13 +203,3 @@ def test_compiled_layers_without_keyword_arguments_share_one_graph_at_any_number
     torch._dynamo.utils.counters.clear()
     assert answers(model, prompts, attention_backend="sdpa", max_num_batched_tokens=40, max_num_seqs=4) == expected
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("family", ["Falcon", "Mpt"])
-def test_attention_code_that_never_reaches_the_interface_is_refused_in_plain_words(family):
-    fields = {"d_model": 64, "n_heads": 2, "n_layers": 2} if family == "Mpt" else {}
-    message = refusal(small(family, without=("num_key_value_heads",), **fields))
-    assert_names(
-        message, f"{family}ForCausalLM cannot be served", "0 of 2 layers reached the attention interface", "of its own"
-    )

@@ -57,16 +57,6 @@ def test_answers_are_those_of_transformers_over_tokens_that_can_be_embedded(num_
     assert generate(model, **options) == by_transformers(model)
 
 
-def test_a_token_without_an_embedding_is_never_drawn():
-    model = model_with_head(LARGE_HEAD)
-    with torch.no_grad():
-        model.lm_head.weight[VOCAB_SIZE:] *= 100.0  # one of them is the most probable token nearly everywhere
-    params = [GREEDY, SamplingParams(max_tokens=20, seed=1), SamplingParams(max_tokens=20, seed=2, top_k=5)]
-    answers = generate(model, params)
-    assert max(token for answer in answers for token in answer) < VOCAB_SIZE
-    assert answers[0] == by_transformers(model)[0]
-
-
 @HEADS
 @pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids", "allowed_token_ids"])
 def test_parameters_with_a_token_that_cannot_be_drawn_are_refused_with_the_limit(name, num_rows):
@@ -140,14 +130,6 @@ def test_logprobs_are_of_the_distribution_over_tokens_that_can_be_drawn(num_rows
         else:
             assert told.logprob == pytest.approx(float(row[prompt[position]]), abs=1e-4)
             assert told.rank == 1 + int((row > row[prompt[position]]).sum())
-
-
-def test_a_vocabulary_that_its_owner_made_smaller_meanwhile_is_an_error_not_a_shift():
-    model = tiny_model()
-    with LLM(model, **OPTIONS) as llm:
-        model.lm_head = nn.Linear(model.config.hidden_size, SMALL_HEAD, bias=False)
-        with pytest.raises(Exception, match=f"{SMALL_HEAD} tokens, and {VOCAB_SIZE} when this engine was built"):
-            llms.generate(llm, PROMPTS)
 
 
 def test_the_server_describes_the_tokens_that_can_be_sampled():

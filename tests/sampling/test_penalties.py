@@ -89,12 +89,6 @@ def test_biases_are_added_before_penalties():
     torch.testing.assert_close(changed(logits, [request([1], []), first, second]), expected)
 
 
-def test_a_large_bias_decides():
-    with open_llm() as llm:
-        biased = generate(llm, [[5, 6, 7]], SamplingParams(max_tokens=5, logit_bias={33: 100}))
-    assert token_ids(biased) == [[33] * 5]
-
-
 def test_rows_that_ask_for_nothing_stay_what_they_are():
     logits = logits_of(2, torch.bfloat16)
     assert changed(logits, [request([1], [2]), request([3], [])]).dtype == torch.bfloat16

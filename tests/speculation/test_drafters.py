@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError, StructuredOutput, TraceWriter
-from nanovllm.admission import NoProposer
 from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.observability.timeline import read_trace, summary
 from nanovllm.observability.trace_writer import STATES, details_of
@@ -246,8 +245,3 @@ def test_a_drafter_of_the_program_itself_is_refused_for_replicas(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "Recorder", Recorder, raising=False)
     with pytest.raises(ValueError, match="a Drafter that cannot be pickled does not work with data_parallel_size"):
         LLM("folder", speculation=Recorder(), data_parallel_size=2)
-
-
-def test_an_engine_without_speculation_has_none():
-    with open_llm(tiny_model()) as llm:
-        assert isinstance(llm._engine.scheduler.proposer, NoProposer)
