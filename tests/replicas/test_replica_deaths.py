@@ -171,7 +171,8 @@ def test_sigterm_leaves_a_replica_at_work(llm):
         send_signal(llm, index, signal.SIGTERM)
         send_signal(llm, index, signal.SIGINT)
     outputs += stream
-    assert_whole(outputs, prompt) and process_ids(llm) == ids
+    assert_whole(outputs, prompt)
+    assert process_ids(llm) == ids
 
 
 def test_a_stopped_replica_holds_up_its_own_requests_alone(llm):
@@ -230,6 +231,7 @@ def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
     assert completions([found[f"good {n}"] for n in range(6)]) == whole(prompts, params)
 
 
+@pytest.mark.usefixtures("llm")  # no start of another pool's replica is refused
 @pytest.mark.parametrize("is_refused", [False, True], ids=["deaths", "refused starts"])
 def test_replicas_that_die_again_and_again_are_given_up(monkeypatch, is_refused):
     monkeypatch.setattr(sys, "path", [*sys.path, Path("nowhere")])  # scripts have such entries
@@ -348,6 +350,7 @@ def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monke
         wait_until(lambda: all_up(llm))
 
 
+@pytest.mark.usefixtures("llm")  # no report of another pool is interrupted
 def test_an_error_while_messages_are_taken_ends_the_pool(monkeypatch):
     """A second Ctrl-C acts at once: some received reports are lost."""
     monkeypatch.setattr(LLM, "_build_engine", staticmethod(opening.open_pool))
