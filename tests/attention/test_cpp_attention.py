@@ -157,7 +157,7 @@ def test_the_kernels_keep_within_their_memory(tmp_path):
         from nanovllm.fast.kernels.cpp_states import load_state_kernels
         from nanovllm.models.packed_linears import PackedLinear
         from nanovllm.models.quantised.blocks import FORMATS, QuantisedLinear
-        from tests.support.paged_cases import MIXED_STEPS, PagedCase, cpp
+        from tests.support.paged_cases import MIXED_STEPS, assert_dense, cpp
         from tests.support.quantised import random_blocks
         from tests.support.tiny_models import random_prompts, save_tiny
 
