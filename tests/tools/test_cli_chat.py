@@ -8,7 +8,8 @@ import pytest
 
 from nanovllm import LLM
 from nanovllm.cli.conversation import TURNS
-from tests.support.command_line import assert_refused, decoded, encoded, generated, save_with_template
+from tests.support.command_answers import decoded, encoded, generated, save_with_template
+from tests.support.command_line import assert_refused
 from tests.support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 

@@ -8,7 +8,8 @@ import torch
 from nanovllm import LLM, TraceWriter
 from nanovllm.engine import Engine
 from tests.support import traces
-from tests.support.command_line import assert_refused, decoded, encoded, generated, records
+from tests.support.command_answers import decoded, encoded, generated
+from tests.support.command_line import assert_refused, records
 from tests.support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 # ------------------------------------------------------------------------------------------------------------- generate

@@ -9,7 +9,8 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.serving.server.settings import ServerSettings
 from nanovllm.serving.server.state import served_name
-from tests.support.command_line import assert_refused, encoded
+from tests.support.command_answers import encoded
+from tests.support.command_line import assert_refused
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_models import tiny_model
 

@@ -14,16 +14,8 @@ import pytest
 from nanovllm import LLM
 from nanovllm.cli import prompt_files
 from nanovllm.cli.prompt_files import read_requests
-from tests.support.command_line import (
-    ENGINE,
-    SHORT,
-    assert_refused,
-    encoded,
-    generated,
-    records,
-    save_with_template,
-    words,
-)
+from tests.support.command_answers import encoded, generated, save_with_template
+from tests.support.command_line import ENGINE, SHORT, assert_refused, records, words
 from tests.support.tiny_models import save_tiny
 
 FRAMED = "<|user|>hello<|end|><|assistant|>"

@@ -11,7 +11,8 @@ from openai.types.chat import ChatCompletion
 from nanovllm import AsyncLLM
 from nanovllm.engine import Engine
 from nanovllm.serving.server.openai.completions import CompletionJob
-from tests.support.command_line import assert_refused, decoded, encoded, generated
+from tests.support.command_answers import decoded, encoded, generated
+from tests.support.command_line import assert_refused
 from tests.support.tiny_models import tiny_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
