@@ -23,7 +23,7 @@ from nanovllm.features.intake.intake import (  # fmt: skip
 )
 from nanovllm.features.structured_output import StructuredOutput
 from tests.support.async_llms import bounded, open_llm
-from tests.support.serving import comes_true
+from tests.support.llms import comes_true
 from tests.support.tiny_models import tiny_tokenizer
 
 

@@ -12,9 +12,9 @@ from nanovllm.serving.server import app
 from nanovllm.serving.server.engine_process import EngineProcessLLM, front_door
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import bounded
-from tests.support.llms import generate
+from tests.support.llms import comes_true, generate
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
-from tests.support.serving import comes_true, served, serving
+from tests.support.serving import served, serving
 from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 PARAMS = SamplingParams(seed=5, temperature=0.9, max_tokens=150, ignore_eos=True)

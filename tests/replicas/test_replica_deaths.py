@@ -19,7 +19,7 @@ from nanovllm.errors import EngineClosedError, ModelLoadError
 from nanovllm.models.source import stored_files
 from nanovllm.outputs import OutputKind
 from nanovllm.serving.replicas import fleet, opening, pool, replica
-from tests.support.llms import submit
+from tests.support.llms import comes_true, submit
 from tests.support.replicas import (
     ENDLESS,
     OPTIONS,
@@ -36,7 +36,6 @@ from tests.support.replicas import (
     send_signal,
     shared_pool,
     tiny_folder,
-    wait_until,
 )
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
@@ -54,7 +53,7 @@ PARAMS = [
 def llm():
     """Both replicas up, and no memory of earlier deaths."""
     llm = shared_pool()
-    wait_until(lambda: all_up(llm))
+    comes_true(lambda: all_up(llm))
     for each in llm._engine.replicas:
         each._num_deaths = 0
     return llm
@@ -125,7 +124,7 @@ def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
         for later in each[1:]:
             each[0].extend(later)
     assert completions([each[0] for each in outputs.values()]) == whole(prompts, params)
-    wait_until(lambda: all_up(llm))
+    comes_true(lambda: all_up(llm))
     assert process_ids(llm)[0] == ids[0] and process_ids(llm)[1] != ids[1]
     assert_as_one_engine(llm, prompts, params)
 
@@ -205,7 +204,7 @@ def test_a_replica_that_is_silent_for_long_is_killed_and_its_requests_move(llm, 
     send_signal(llm, stopped, signal.SIGSTOP)
     outputs += stream
     assert_whole(outputs, prompt)
-    wait_until(lambda: not is_alive(before))
+    comes_true(lambda: not is_alive(before))
 
 
 def test_requests_that_only_wait_behind_such_a_request_get_their_tokens(llm):
@@ -285,13 +284,13 @@ def test_no_process_outlives_its_front():
         ids = [int(word) for word in front.stdout.readline().split()]
         assert len(ids) == 2 and all(map(is_alive, ids))
         front.kill()
-        wait_until(lambda: not any(map(is_alive, ids)), 20.0)
+        comes_true(lambda: not any(map(is_alive, ids)), 20.0)
 
 
 def test_a_replica_that_dies_while_nobody_calls_is_started_again(llm):
     ids = process_ids(llm)
     kill(llm, 1)
-    wait_until(lambda: llm.replicas()[1].state == "up" and process_ids(llm)[1] != ids[1])
+    comes_true(lambda: llm.replicas()[1].state == "up" and process_ids(llm)[1] != ids[1])
     assert process_ids(llm)[0] == ids[0]
     prompts = random_prompts(4, seed=29)
     assert_as_one_engine(llm, prompts, PARAMS[0])
@@ -314,14 +313,14 @@ def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, 
     os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
     try:
         kill(llm, 0)
-        wait_until(lambda: "model.safetensors" in caplog.text)
+        comes_true(lambda: "model.safetensors" in caplog.text)
         said = f"in {tiny_folder()} has changed since the others were started, by its size or time. Put it back"
         assert said in caplog.text
         assert llm.replicas()[0].state == "restarting"
         assert_as_one_engine(llm, prompts, PARAMS[0])
     finally:
         os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
-    wait_until(lambda: all_up(llm))
+    comes_true(lambda: all_up(llm))
     assert_as_one_engine(llm, prompts, PARAMS[0])
 
 
@@ -342,12 +341,12 @@ def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monke
         (first,) = llm.generate([[5, 6, 7]], PARAMS[0], use_tqdm=False)
         main.write_text(new)
         kill(llm, 0)
-        wait_until(
+        comes_true(
             lambda: f"it has loaded 'own/tiny:{new}:torch.float32', and the others 'own/tiny:{old}" in caplog.text
         )
         assert completions(llm.generate([[5, 6, 7]], PARAMS[0], use_tqdm=False)) == completions([first])
         main.write_text(old)
-        wait_until(lambda: all_up(llm))
+        comes_true(lambda: all_up(llm))
 
 
 @pytest.mark.usefixtures("llm")  # no report of another pool is interrupted
@@ -373,7 +372,7 @@ def test_a_forgotten_pool_is_looked_after_no_longer():
     before, forgotten = set(threading.enumerate()), Pool()
     opening.start_keeper(forgotten)
     (thread,) = set(threading.enumerate()) - before
-    wait_until(lambda: Pool.num_looks > 0)
+    comes_true(lambda: Pool.num_looks > 0)
     del forgotten
     thread.join(10.0)
     assert not thread.is_alive()

@@ -9,7 +9,8 @@ import zmq
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.features.kv_events.kv_events import as_number
-from tests.support.replicas import REPLICAS, kill, tiny_folder, wait_until
+from tests.support.llms import comes_true
+from tests.support.replicas import REPLICAS, kill, tiny_folder
 from tests.support.tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
@@ -58,7 +59,7 @@ def test_each_replica_publishes_under_its_rank_on_the_next_port():
                 ranks.add(msgspec.msgpack.decode(subscriber.recv_multipart()[2])[2])
             return ranks == {0, 1}
 
-        wait_until(heard_both, 30.0)
+        comes_true(heard_both, 30.0)
 
 
 def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
@@ -88,7 +89,7 @@ def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
         assert known() <= held
         before = max(numbers)
         kill(llm, 1)
-        wait_until(lambda: llm.replicas()[1].num_restarts == 1 and llm.replicas()[1].state == "up")
+        comes_true(lambda: llm.replicas()[1].num_restarts == 1 and llm.replicas()[1].state == "up")
         listen()
         assert held == set() and numbers[-1] == 0 <= before
         fill(llm, 100)

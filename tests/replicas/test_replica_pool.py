@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, QueueFullError, SamplingParams
-from tests.support.llms import generate, greedy
+from tests.support.llms import comes_true, generate, greedy
 from tests.support.replicas import (
     ENDLESS,
     OPTIONS,
@@ -22,7 +22,6 @@ from tests.support.replicas import (
     one_engine,
     shared_pool,
     tiny_folder,
-    wait_until,
 )
 from tests.support.samples import requests
 from tests.support.tiny_models import random_prompts
@@ -113,7 +112,7 @@ def test_a_closed_stream_frees_its_blocks_in_its_replica(llm):
     for _ in range(5):
         next(stream)
     stream.close()
-    wait_until(partial(is_free, llm))
+    comes_true(partial(is_free, llm))
 
 
 def test_calls_of_several_threads_run_together(llm):
@@ -131,7 +130,7 @@ def test_the_queue_has_the_places_of_both(llm):
 
 
 def test_counters_add_up(llm):
-    wait_until(partial(is_free, llm))  # a replica counts what it drew of an aborted request
+    comes_true(partial(is_free, llm))  # a replica counts what it drew of an aborted request
     before = llm.stats()
     generate(llm, random_prompts(6, seed=13), SamplingParams(seed=4, max_tokens=7, ignore_eos=True))
     after = llm.stats()

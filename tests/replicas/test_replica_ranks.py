@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
-from tests.support.llms import generate, greedy, token_ids
+from tests.support.llms import comes_true, generate, greedy, token_ids
 from tests.support.replicas import (
     OPTIONS,
     answers,
@@ -17,7 +17,6 @@ from tests.support.replicas import (
     is_alive,
     one_engine,
     tiny_folder,
-    wait_until,
 )
 from tests.support.tiny_models import random_prompts
 
@@ -48,7 +47,7 @@ def llm(pools):
 
 
 def wait_until_up(llm):
-    wait_until(lambda: all(replica.state == "up" for replica in llm.replicas()))
+    comes_true(lambda: all(replica.state == "up" for replica in llm.replicas()))
 
 
 def ranks_of(llm, index):
@@ -86,7 +85,7 @@ def test_a_rank_killed_under_load_ends_its_replica_alone_whose_requests_move(llm
     assert 0 < moved < 6
     assert completions([outputs[-1] for outputs in shown]) == answers(one_engine(), batch, params)
     assert any(outputs[-1].metrics.num_preemptions for outputs in shown)
-    wait_until(lambda: is_whole(llm, 0, own))
+    comes_true(lambda: is_whole(llm, 0, own))
     assert not any(map(is_alive, own)) and ranks_of(llm, 1) == other
 
 
@@ -96,9 +95,9 @@ def test_a_rank_killed_while_idle_restarts_its_replica_before_the_next_call(llm)
     own, other = ranks_of(llm, 1), ranks_of(llm, 0)
     begin = time.monotonic()
     os.kill(own[1], signal.SIGKILL)
-    wait_until(lambda: not is_alive(own[0]), 10.0)
+    comes_true(lambda: not is_alive(own[0]), 10.0)
     assert time.monotonic() - begin < 10.0
-    wait_until(lambda: is_whole(llm, 1, own))
+    comes_true(lambda: is_whole(llm, 1, own))
     assert ranks_of(llm, 0) == other
     assert_as_one_engine(llm, random_prompts(4, seed=32), PARAMS[1])
 
@@ -108,7 +107,7 @@ def test_a_first_rank_killed_while_another_is_stopped_leaves_none(llm):
     own = ranks_of(llm, 0)
     os.kill(own[1], signal.SIGSTOP)
     os.kill(own[0], signal.SIGKILL)
-    wait_until(lambda: not any(map(is_alive, own)), 20.0)
+    comes_true(lambda: not any(map(is_alive, own)), 20.0)
 
 
 @pytest.mark.full
@@ -117,7 +116,7 @@ def test_closing_ends_every_rank(llm):
     ids = [one for one in (*ranks_of(llm, 0), *ranks_of(llm, 1)) if one is not None]
     assert len(ids) >= 3
     llm.close()
-    wait_until(lambda: not any(map(is_alive, ids)), 10.0)
+    comes_true(lambda: not any(map(is_alive, ids)), 10.0)
 
 
 def test_a_size_that_does_not_divide_the_heads_is_refused():

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm import SamplingParams
+from tests.support.llms import comes_true
 from tests.support.prometheus import figures
 from tests.support.replicas import REPLICAS, is_alive, one_engine, tiny_folder
-from tests.support.serving import comes_true, serving, streaming
+from tests.support.serving import serving, streaming
 from tests.support.tiny_models import random_prompts
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")

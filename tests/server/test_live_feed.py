@@ -37,9 +37,10 @@ from nanovllm.serving.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.serving.server.live.live_view import live_page
 from tests.engine.blocks import SIZE, A, B, computed, make_manager, release
 from tests.support.async_llms import OPTIONS, bounded, collect, in_engine_steps, open_llm
+from tests.support.llms import comes_true
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
-from tests.support.serving import comes_true, serving
+from tests.support.serving import serving
 from tests.support.tiny_models import tiny_tokenizer
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400)

@@ -21,7 +21,8 @@ from tests.support.live_pages import (
     shows,
     state,
 )
-from tests.support.serving import comes_true, serving, streaming
+from tests.support.llms import comes_true
+from tests.support.serving import serving, streaming
 from tests.support.tiny_classes import tiny_class_model
 from tests.support.tiny_models import save_tiny, tiny_tokenizer
 

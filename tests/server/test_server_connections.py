@@ -15,7 +15,8 @@ from nanovllm.serving.server import connections, places
 from nanovllm.serving.server.settings import ServerSettings
 from nanovllm.serving.server.sse import COMMENT, EventStream, data_error
 from tests.support.async_llms import bounded, slow_steps
-from tests.support.serving import comes_true, serving
+from tests.support.llms import comes_true
+from tests.support.serving import serving
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SMALL = {"max_header_bytes": 4096, "max_headers": 20}

@@ -11,7 +11,8 @@ from nanovllm.features.scoring import scores
 from nanovllm.serving.server.ollama import catalogue
 from nanovllm.serving.server.openai import embeddings as embedding_endpoints
 from tests.support.async_llms import offline
-from tests.support.serving import comes_true, serving
+from tests.support.llms import comes_true
+from tests.support.serving import serving
 from tests.support.tiny_models import random_prompts
 
 QUERY, DOCUMENTS = "the capital", ["The capital of France is Paris.", "Two and two are four.", "A block of tokens."]

@@ -25,8 +25,9 @@ from nanovllm.model_runner import ModelRunner
 from tests.support.async_llms import bounded, in_engine_steps, offline
 from tests.support.command_line import words
 from tests.support.forked_processes import programs_are_forked
+from tests.support.llms import comes_true
 from tests.support.prometheus import figures
-from tests.support.serving import MODEL, comes_true, raw_stream, serving, streaming
+from tests.support.serving import MODEL, raw_stream, serving, streaming
 from tests.support.tiny_models import save_tiny
 
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 500, "temperature": 0}

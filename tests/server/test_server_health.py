@@ -14,8 +14,9 @@ from nanovllm.serving.server import app
 from nanovllm.serving.server.retry_after import MAX_SECONDS, RetryAfter, estimated_wait
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import OPTIONS, slow_steps
+from tests.support.llms import comes_true
 from tests.support.prometheus import figures
-from tests.support.serving import comes_true, raw_stream, serving, streaming
+from tests.support.serving import raw_stream, serving, streaming
 from tests.support.tiny_models import save_tiny
 
 ENDLESS = {"prompt": [3, 4], "max_tokens": 400, "ignore_eos": True}

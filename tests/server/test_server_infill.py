@@ -10,7 +10,8 @@ from nanovllm.features.infill.infill import MARKERS
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.serving.server.openai.infill import INFILL_MIN_P, InfillRequest
 from nanovllm.serving.server.openai.middle_limits import MiddleLimits
-from tests.support.serving import MODEL, comes_true, serving
+from tests.support.llms import comes_true
+from tests.support.serving import MODEL, serving
 from tests.support.tiny_models import code_tokenizer, tiny_model
 
 MARKS = MARKERS["Qwen Coder"]

@@ -12,7 +12,8 @@ from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.server.logs import JsonFormatter
 from nanovllm.serving.server.request_facts import CURRENT, InFlight, RequestFacts
-from tests.support.serving import comes_true, serving, user
+from tests.support.llms import comes_true
+from tests.support.serving import serving, user
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 BODY = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}

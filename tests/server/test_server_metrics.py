@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from nanovllm.serving.server.metrics import GapHistogram, worst_reason
 from tests.support.async_llms import slow_steps
+from tests.support.llms import comes_true
 from tests.support.prometheus import figures
-from tests.support.serving import comes_true, raw_stream, serving
+from tests.support.serving import raw_stream, serving
 
 ALERTS = Path(__file__).parents[2] / "examples" / "prometheus_alerts.yaml"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana_dashboard.json"

@@ -21,7 +21,8 @@ from nanovllm.serving.streaming.streams import OutputRouter, Stream
 from nanovllm.tools.simulate.simulator import simulate
 from nanovllm.tools.workloads.files import read_trace
 from tests.support.async_llms import slow_steps
-from tests.support.serving import comes_true, raw_stream, serving
+from tests.support.llms import comes_true
+from tests.support.serving import raw_stream, serving
 from tests.support.sweeps import CALIBRATION, COST
 
 ENDLESS = {"max_tokens": 2000, "ignore_eos": True}

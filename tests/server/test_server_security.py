@@ -16,7 +16,8 @@ from nanovllm.serving.server.security import ApiKeys, BodyGate, client_name
 from nanovllm.serving.server.settings import ServerSettings, cache_salt
 from nanovllm.serving.server.state import served_name
 from tests.support.async_llms import slow_steps
-from tests.support.serving import MODEL, comes_true, function_tool, serving, user
+from tests.support.llms import comes_true
+from tests.support.serving import MODEL, function_tool, serving, user
 from tests.support.tiny_models import tiny_tokenizer
 
 PROMPT = list(range(100, 148))

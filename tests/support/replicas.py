@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from tests.support.llms import OPTIONS, comes_true
+from tests.support.llms import OPTIONS
 from tests.support.tiny_models import save_tiny
 
 REPLICAS = OPTIONS | {"data_parallel_size": 2}
@@ -60,9 +60,6 @@ def kill(llm, index):
 def busiest(llm):
     """The replica that runs most."""
     return max(llm.replicas(), key=lambda replica: replica.num_running).index
-
-
-wait_until = comes_true
 
 
 def all_up(llm):
