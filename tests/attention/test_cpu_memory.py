@@ -23,7 +23,7 @@ from nanovllm.fast.host.memory import PIECE_BYTES, RESERVE_BYTES, LazyMemory
 from nanovllm.kv_cache import KVCaches
 from nanovllm.layout import LayerTraits
 from tests.support import async_llms
-from tests.support.async_llms import bounded, comes_true
+from tests.support.async_llms import comes_true
 from tests.support.llms import GREEDY, generate, open_llm, token_ids
 
 pytestmark = pytest.mark.skipif(
@@ -279,7 +279,6 @@ def test_a_forked_child_takes_nothing(monkeypatch):
         assert generate(llm, [[5, 6, 7]])
 
 
-@bounded
 async def test_an_async_llm_takes_it_while_it_is_idle(monkeypatch):
     monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
     async with async_llms.open_llm(**BLOCKS) as llm:

@@ -16,7 +16,6 @@ from tests.support.async_llms import (
     answer,
     answers,
     assert_idle_and_whole,
-    bounded,
     collect,
     in_engine_steps,
     open_llm,
@@ -32,7 +31,6 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 @pytest.mark.costly
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("how", ["cancel", "aclose", "drop", "abort"])
-@bounded
 async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other_is_hurt(how, overlap, monkeypatch):
     async with open_llm(overlap=overlap) as llm:
         in_engine_steps(llm, monkeypatch, lambda _: time.sleep(0.01))  # no answer ends by itself
@@ -64,7 +62,6 @@ async def test_a_stream_that_is_left_frees_its_blocks_within_a_step_and_no_other
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_cancelling_before_the_request_is_queued_queues_nothing(monkeypatch):
     async with open_llm() as llm:
         is_tokenising, may_go_on = threading.Event(), threading.Event()
@@ -87,7 +84,6 @@ async def test_cancelling_before_the_request_is_queued_queues_nothing(monkeypatc
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_a_busy_event_loop_holds_up_no_request_that_is_prepared(monkeypatch):
     async with open_llm() as llm:
         is_tokenising = threading.Event()
@@ -109,7 +105,6 @@ async def test_a_busy_event_loop_holds_up_no_request_that_is_prepared(monkeypatc
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.1], ids=["at once", "with a wake-up on its way"])
-@bounded
 async def test_streams_of_an_event_loop_that_is_closed_are_aborted(pause):
     async with open_llm() as llm:
         left = []
@@ -150,7 +145,6 @@ class SlowTokenizer:
         return getattr(self._tokenizer, name)
 
 
-@bounded
 async def test_times_and_timeouts_count_from_the_call_and_not_from_when_the_prompt_is_ready():
     async with AsyncLLM(tiny_model(), tokenizer=SlowTokenizer(0.2), **OPTIONS) as llm:
         streams = [collect(llm.generate("the sea", GREEDY, timeout=t)) for t in (None, 0.3)]
@@ -160,7 +154,6 @@ async def test_times_and_timeouts_count_from_the_call_and_not_from_when_the_prom
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_a_request_can_be_aborted_while_its_prompt_is_prepared():
     tokenizer = SlowTokenizer(0.3)
     async with AsyncLLM(tiny_model(), tokenizer=tokenizer, **OPTIONS) as llm:
@@ -193,7 +186,6 @@ def test_a_forked_child_is_refused_and_does_not_wait_for_ever():
     asyncio.run(llm.close())
 
 
-@bounded
 async def test_a_request_whose_event_loop_is_closed_is_aborted_though_it_has_no_output_yet(monkeypatch):
     monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.CLIENT_CHECK_SECONDS", 0.01)
     async with open_llm() as llm:
@@ -226,7 +218,6 @@ async def test_a_request_whose_event_loop_is_closed_is_aborted_though_it_has_no_
     ],
     ids=str,
 )
-@bounded
 async def test_bad_input_raises_before_anything_is_queued(prompt, options, named):
     async with open_llm() as llm:
         with pytest.raises((TypeError, ValueError), match=named):
@@ -239,7 +230,6 @@ async def test_bad_input_raises_before_anything_is_queued(prompt, options, named
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta"])
-@bounded
 async def test_a_client_that_does_not_read_stalls_nobody_and_finds_everything_in_one_output(kind):
     params = greedy(200)
     async with open_llm() as llm:
@@ -254,7 +244,6 @@ async def test_a_client_that_does_not_read_stalls_nobody_and_finds_everything_in
         assert (first.outputs[0].text if kind == "delta" else "") + last.outputs[0].text == text
 
 
-@bounded
 async def test_a_blocked_event_loop_keeps_one_output_for_each_stream_and_one_call():
     steps = []
     async with open_llm(on_step=steps.append) as llm:

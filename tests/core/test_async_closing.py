@@ -20,7 +20,6 @@ from tests.support.async_llms import (
     answer,
     answers,
     assert_idle_and_whole,
-    bounded,
     collect,
     open_llm,
 )
@@ -28,7 +27,6 @@ from tests.support.tiny_models import tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@bounded
 async def test_closing_ends_open_streams_with_what_they_have(overlap):
     llm = open_llm(max_num_seqs=2, overlap=overlap)
     streams = [llm.generate([number] * 20, ENDLESS) for number in range(3)]
@@ -47,7 +45,6 @@ async def test_closing_ends_open_streams_with_what_they_have(overlap):
     await llm.close()
 
 
-@bounded
 async def test_a_stream_closed_after_its_engine_does_nothing():
     llm = open_llm()
     stream = llm.generate([5] * 20, ENDLESS)
@@ -98,7 +95,6 @@ def test_a_program_that_forgets_to_close_ends():
     assert "Traceback" not in done.stderr
 
 
-@bounded
 async def test_a_live_module_is_its_owners_again_after_closing():
     model = tiny_model()
     before = sorted(vars(model.model.layers[0].self_attn))
@@ -114,7 +110,6 @@ async def test_a_live_module_is_its_owners_again_after_closing():
     assert sorted(vars(model.model.layers[0].self_attn)) == before
 
 
-@bounded
 async def test_submitted_prompts_are_queued_together_under_their_ids_or_not_at_all():
     async with open_llm(max_num_seqs=2, max_queue=2) as llm:
         with pytest.raises(QueueFullError):
@@ -127,7 +122,6 @@ async def test_submitted_prompts_are_queued_together_under_their_ids_or_not_at_a
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_closing_submitted_prompts_aborts_those_that_are_unfinished():
     async with open_llm() as llm:
         outputs = await llm.submit([[5, 6, 7], [6], [7]], ENDLESS, output_kind="delta")
@@ -148,7 +142,6 @@ async def test_closing_submitted_prompts_aborts_those_that_are_unfinished():
         ([[5], [6]], ["a", "a"], ValueError),
     ],
 )
-@bounded
 async def test_prompts_that_cannot_be_submitted_are_refused(prompts, ids, error):
     async with open_llm() as llm:
         with pytest.raises(error):

@@ -13,7 +13,6 @@ from tests.support.async_llms import (
     answer,
     answers,
     assert_idle_and_whole,
-    bounded,
     collect,
     in_engine_steps,
     open_llm,
@@ -22,7 +21,6 @@ from tests.support.async_llms import (
 from tests.support.tiny_models import random_prompts
 
 
-@bounded
 async def test_a_step_that_fails_now_and_then_is_tried_again_without_a_trace_in_the_answers(monkeypatch):
     prompts = random_prompts(5)
     async with open_llm() as llm:
@@ -39,7 +37,6 @@ async def test_a_step_that_fails_now_and_then_is_tried_again_without_a_trace_in_
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_steps_that_fail_here_and_there_end_no_long_prompt(monkeypatch):
     prompt = random_prompts(1, low=300, high=300)[0]
     async with open_llm(max_num_batched_tokens=32, max_num_seqs=4) as llm:
@@ -55,7 +52,6 @@ async def test_steps_that_fail_here_and_there_end_no_long_prompt(monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@bounded
 async def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_its_neighbours_go_on(monkeypatch, overlap):
     long = SamplingParams(temperature=0.0, max_tokens=60)
     async with open_llm(overlap=overlap) as llm:
@@ -74,7 +70,6 @@ async def test_a_request_that_makes_every_step_fail_ends_with_an_error_and_its_n
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_steps_that_always_fail_end_their_requests_and_not_in_an_endless_loop(monkeypatch):
     async with open_llm() as llm:
         num_tried = 0
@@ -94,7 +89,6 @@ async def test_steps_that_always_fail_end_their_requests_and_not_in_an_endless_l
 
 
 @pytest.mark.parametrize("error", [DeviceError("it fell off the bus"), RuntimeError("a slip of bookkeeping")], ids=repr)
-@bounded
 async def test_an_error_that_ends_the_engine_reaches_every_client_with_its_cause(monkeypatch, error):
     llm = open_llm(max_num_seqs=2)
     engine = llm._engine_thread._engine
@@ -123,7 +117,6 @@ async def test_an_error_that_ends_the_engine_reaches_every_client_with_its_cause
         await anext(llm.generate([5]))
 
 
-@bounded
 async def test_a_tokenizer_that_cannot_decode_one_answer_hurts_no_neighbour(monkeypatch):
     prompts = random_prompts(3)
     expected = answers(prompts)
@@ -149,7 +142,6 @@ async def test_a_tokenizer_that_cannot_decode_one_answer_hurts_no_neighbour(monk
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_a_tokenizer_that_cannot_encode_a_prompt_hurts_its_caller_alone(monkeypatch):
     async with open_llm() as llm:
         stream = llm.generate([5, 6, 7], GREEDY)

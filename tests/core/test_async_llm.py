@@ -11,7 +11,6 @@ from tests.support.async_llms import (
     answer,
     answers,
     assert_idle_and_whole,
-    bounded,
     collect,
     offline,
     open_llm,
@@ -22,7 +21,6 @@ from tests.support.tiny_models import random_prompts
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@bounded
 async def test_a_stream_gives_the_tokens_and_text_of_the_offline_engine(kind, overlap):
     async with open_llm(overlap=overlap) as llm:
         for prompt in ("The capital of France is", [5, 6, 7]):
@@ -30,7 +28,6 @@ async def test_a_stream_gives_the_tokens_and_text_of_the_offline_engine(kind, ov
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_outputs_hold_what_their_kind_says():
     async with open_llm() as llm:
         streams = {kind: await collect(llm.generate([5, 6, 7], GREEDY, output_kind=kind)) for kind in KINDS}
@@ -43,7 +40,6 @@ async def test_outputs_hold_what_their_kind_says():
         assert outputs[-1].metrics.ttft > 0
 
 
-@bounded
 async def test_deltas_of_several_samples_and_their_log_probabilities_join_to_those_of_the_offline_engine():
     params = SamplingParams(seed=3, n=3, max_tokens=20, logprobs=2, prompt_logprobs=1)
     (expected,) = offline().generate([[5, 6, 7]], params, use_tqdm=False)
@@ -65,7 +61,6 @@ async def test_deltas_of_several_samples_and_their_log_probabilities_join_to_tho
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "num_kv_blocks": 40}], ids=["roomy", "overlap, few blocks"])
-@bounded
 async def test_two_hundred_streams_at_once_each_give_the_tokens_of_the_offline_engine(options):
     prompts, params = mixed_requests(200)
     expected = answers(prompts, params)
@@ -87,7 +82,6 @@ async def slowly(stream, seconds):
         await asyncio.sleep(seconds)
 
 
-@bounded
 async def test_clients_in_several_event_loops_share_one_engine():
     prompts = random_prompts(4)
     async with open_llm() as llm:

@@ -8,7 +8,6 @@ import torch
 
 from nanovllm import EmbeddingParams, ErrorKind, SamplingParams, StepError
 from tests.support import async_llms
-from tests.support.async_llms import bounded
 from tests.support.equality import prompts as edge_prompts
 from tests.support.llms import assert_idle_and_whole, fail_in_step, generate, greedy, open_llm
 from tests.support.refusals import invalid
@@ -181,7 +180,6 @@ def test_prompts_that_cannot_be_embedded_are_refused_by_number():
         assert llm.embed([], use_tqdm=False) == []
 
 
-@bounded
 async def test_asynchronous_ones_are_the_same_beside_streams():
     prompts = random_prompts(6, low=5, high=80)
     expected = last_states(tiny_model(num_layers=1), prompts)
@@ -201,7 +199,6 @@ async def test_asynchronous_ones_are_the_same_beside_streams():
         await async_llms.assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_a_cancelled_call_frees_its_blocks():
     async with async_llms.open_llm(max_num_batched_tokens=24) as llm:
         task = asyncio.create_task(llm.embed([[number] * 400 for number in range(8)]))

@@ -16,7 +16,6 @@ from tests.support.async_llms import (
     answers,
     assert_idle_and_whole,
     becomes_true,
-    bounded,
     in_engine_steps,
     open_llm,
 )
@@ -33,7 +32,6 @@ async def assert_answers(llm):
     assert await answer(llm.generate([5, 6, 7], GREEDY)) == answers([[5, 6, 7]])[0]
 
 
-@bounded
 async def test_steps_are_prepared_one_at_a_time_while_the_engine_is_idle(monkeypatch):
     steps, prepared, may_go_on = [], [], threading.Event()
     answers([[5, 6, 7]])  # now, so that no request waits for them
@@ -62,7 +60,6 @@ async def test_steps_are_prepared_one_at_a_time_while_the_engine_is_idle(monkeyp
         await assert_idle_and_whole(llm)
 
 
-@bounded
 async def test_shapes_that_later_steps_miss_are_prepared_too(monkeypatch):
     steps, prepared = [], []
 
@@ -77,7 +74,6 @@ async def test_shapes_that_later_steps_miss_are_prepared_too(monkeypatch):
         assert await becomes_true(lambda: prepared[-1] == len(steps) > 0)
 
 
-@bounded
 async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatch, caplog):
     def capture_ahead(runner):
         raise torch.OutOfMemoryError("no memory for a graph")
@@ -89,7 +85,6 @@ async def test_a_step_that_cannot_be_prepared_does_not_end_the_engine(monkeypatc
     assert caplog.text.count("preparing steps while idle failed") == 1
 
 
-@bounded
 async def test_a_device_that_fails_while_a_step_is_prepared_ends_the_engine(monkeypatch):
     def capture_ahead(runner):
         raise DeviceError("CUDA error: an illegal memory access was encountered")
@@ -100,7 +95,6 @@ async def test_a_device_that_fails_while_a_step_is_prepared_ends_the_engine(monk
             await anext(llm.generate([5, 6, 7], GREEDY))
 
 
-@bounded
 async def test_an_engine_that_prepares_steps_can_be_closed(monkeypatch):
     prepared = []
 
@@ -113,7 +107,6 @@ async def test_an_engine_that_prepares_steps_can_be_closed(monkeypatch):
     await llm.close()
 
 
-@bounded
 async def test_nothing_is_prepared_unless_it_was_asked_for(monkeypatch):
     prepared = []
     async with open_preparing(monkeypatch, lambda runner: prepared.append(1), prepares_when_idle=False) as llm:

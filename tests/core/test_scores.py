@@ -10,7 +10,6 @@ from nanovllm import ErrorKind
 from nanovllm.features.scoring.scores import INSTRUCTION, AnswerLogits, embedding_output
 from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tests.support import async_llms
-from tests.support.async_llms import bounded
 from tests.support.llms import assert_idle_and_whole, open_llm
 from tests.support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
@@ -99,7 +98,6 @@ def test_cosine_is_that_of_the_last_hidden_states():
         assert output.score == pytest.approx(cosine, abs=1e-5)
 
 
-@bounded
 async def test_asynchronous_scores_are_the_same(tokenizer):
     with open_llm() as llm:
         expected = {

@@ -21,7 +21,7 @@ from nanovllm.features.ranks import workers
 from nanovllm.features.ranks.ranks import Ranks
 from nanovllm.serving.server.app import create_app
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.async_llms import bounded, collect
+from tests.support.async_llms import collect
 from tests.support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
@@ -150,7 +150,6 @@ def test_a_rank_that_hangs_is_given_up(folder, monkeypatch):
             llm.generate([[1, 2, 3]], use_tqdm=False)
 
 
-@bounded
 async def test_a_rank_killed_while_idle_kills_the_engine_within_seconds_and_health_says_so(folder, four_threads):
     async with AsyncLLM(folder, tensor_parallel_size=2, **EAGER) as llm:
         transport = httpx.ASGITransport(create_app(llm, ServerSettings(ui=False), model="tiny"))

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm import EngineDeadError
 from nanovllm.observability.step_records import OnStep
-from tests.support.async_llms import ENDLESS, GREEDY, answer, answers, becomes_true, bounded, collect, open_llm
+from tests.support.async_llms import ENDLESS, GREEDY, answer, answers, becomes_true, collect, open_llm
 from tests.support.tiny_models import random_prompts
 
 
@@ -34,7 +34,6 @@ def hanging_steps(llm):
         step.may_end.set()
 
 
-@bounded
 async def test_a_step_that_hangs_ends_its_requests_by_name_and_later_calls_are_refused(caplog):
     llm = open_llm(step_timeout=0.3)
     thread = llm._engine_thread._thread
@@ -60,7 +59,6 @@ async def test_a_step_that_hangs_ends_its_requests_by_name_and_later_calls_are_r
     assert not llm._engine_thread._engine.requests and llm.is_dead
 
 
-@bounded
 async def test_a_call_between_two_steps_that_hangs_counts_as_a_step(caplog):
     llm = open_llm(step_timeout=0.3)
     thread, call = llm._engine_thread._thread, Hanging()
@@ -74,7 +72,6 @@ async def test_a_call_between_two_steps_that_hangs_counts_as_a_step(caplog):
     assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1, "its late end is none"
 
 
-@bounded
 async def test_a_step_that_fails_after_it_was_given_up_changes_nothing(caplog):
     llm = open_llm(step_timeout=0.3)
     thread = llm._engine_thread._thread
@@ -95,7 +92,6 @@ async def test_a_step_that_fails_after_it_was_given_up_changes_nothing(caplog):
     await llm.close()
 
 
-@bounded
 async def test_an_engine_whose_steps_end_and_one_without_work_are_left_alone():
     prompts = random_prompts(4)
     async with open_llm(step_timeout=1000.0) as llm:
@@ -108,7 +104,6 @@ async def test_an_engine_whose_steps_end_and_one_without_work_are_left_alone():
         assert await asyncio.gather(*(answer(llm.generate(prompt, GREEDY)) for prompt in prompts)) == answers(prompts)
 
 
-@bounded
 async def test_the_watchdog_ends_with_its_engine():
     llm = open_llm()
     watchdogs = [each for each in threading.enumerate() if each.name == "nanovllm-watchdog"]

@@ -21,7 +21,7 @@ from nanovllm.features.intake.preparation import prepare_ahead
 from nanovllm.features.structured_output import GrammarError
 from nanovllm.requests import RequestLimits
 from nanovllm.serving import async_llm
-from tests.support.async_llms import OPTIONS, bounded, collect
+from tests.support.async_llms import OPTIONS, collect
 from tests.support.structured import EOS, allowed, grammars, model
 from tests.support.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
@@ -183,7 +183,6 @@ def test_large_grammars_are_kept_by_their_bytes(monkeypatch):
     assert own.is_known(large) and not own.is_known(small)
 
 
-@bounded
 async def test_a_plain_request_is_answered_while_forms_are_tried(monkeypatch):
     may_go_on, started, compile_ = threading.Event(), threading.Semaphore(0), TRIALS.compile
 
@@ -216,7 +215,6 @@ def test_what_the_first_form_and_the_first_control_token_need_is_made_ahead(monk
     assert processor.parts.chat.apply_to([{"role": "user", "content": "<|end|>"}])
 
 
-@bounded
 async def test_an_asynchronous_engine_prepares_without_a_request(monkeypatch):
     prepared = threading.Event()
     monkeypatch.setattr(async_llm, "prepare_ahead", lambda _: prepared.set())

@@ -22,7 +22,7 @@ from nanovllm.features.intake.intake import (  # fmt: skip
     form_turn,
 )
 from nanovllm.features.structured_output import StructuredOutput
-from tests.support.async_llms import bounded, open_llm
+from tests.support.async_llms import open_llm
 from tests.support.llms import comes_true
 from tests.support.tiny_models import tiny_tokenizer
 
@@ -264,7 +264,6 @@ def test_a_trial_ends_when_nobody_waits_for_it():
     assert own.submit(trial(source, regex="abc"), client="alice", compiles=True).result(60.0) >= 0
 
 
-@bounded
 @pytest.mark.parametrize("how", ["cancel", "abort"])
 async def test_a_request_whose_reader_leaves_is_not_prepared(how, monkeypatch):
     async with open_llm() as llm:
@@ -289,7 +288,6 @@ async def test_a_request_whose_reader_leaves_is_not_prepared(how, monkeypatch):
         assert not prepared
 
 
-@bounded
 async def test_work_of_an_aborted_request_that_runs_ends_once_all_of_its_call_are(monkeypatch):
     begun = threading.Event()
 
@@ -313,7 +311,6 @@ async def test_work_of_an_aborted_request_that_runs_ends_once_all_of_its_call_ar
         assert not await llm.abort("second")
 
 
-@bounded
 async def test_clients_are_those_of_the_request_unless_a_server_names_them():
     async with open_llm() as llm:
         seen = []

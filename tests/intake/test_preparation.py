@@ -11,7 +11,7 @@ from nanovllm.errors import QueueFullError
 from nanovllm.features.intake import pieces
 from nanovllm.features.intake.intake import LONG_CHARS, Intake, form_turn
 from nanovllm.features.intake.preparation import text_size
-from tests.support.async_llms import bounded, offline, open_llm
+from tests.support.async_llms import offline, open_llm
 from tests.support.tiny_models import tiny_tokenizer
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=2)
@@ -23,7 +23,6 @@ async def ended(outputs):
     return [output async for output in outputs][-1].outputs[0].token_ids
 
 
-@bounded
 async def test_bad_words_are_tokenised_once_for_all_prompts_of_a_request(monkeypatch):
     spell = Mock(side_effect=pieces.spellings_of)
     monkeypatch.setattr(pieces, "spellings_of", spell)
@@ -35,7 +34,6 @@ async def test_bad_words_are_tokenised_once_for_all_prompts_of_a_request(monkeyp
     assert words == [("answer", "question")]
 
 
-@bounded
 async def test_a_full_queue_refuses_before_anything_is_tokenised(monkeypatch):
     async with open_llm(max_num_seqs=1, max_queue=1) as llm:
         streams = [llm.generate([number] * 20, ENDLESS) for number in (5, 6)]
@@ -54,7 +52,6 @@ async def test_a_full_queue_refuses_before_anything_is_tokenised(monkeypatch):
         second.cancel()
 
 
-@bounded
 async def test_short_requests_do_not_wait_until_long_texts_are_tokenised(monkeypatch):
     may_go_on = threading.Event()
     async with open_llm() as llm:
@@ -78,7 +75,6 @@ async def test_short_requests_do_not_wait_until_long_texts_are_tokenised(monkeyp
         assert len(await long) == 2
 
 
-@bounded
 async def test_short_requests_are_prepared_in_the_order_of_their_calls(monkeypatch):
     async with open_llm() as llm:
         prepare = Mock(side_effect=llm._input_processor.process_each)

@@ -1,6 +1,5 @@
 """Sampling defaults of a model's generation config: used by requests that leave fields out, and by no others."""
 
-import asyncio
 import json
 from dataclasses import replace
 
@@ -48,14 +47,11 @@ def test_the_first_requests_of_two_engines_agree(folder):
     assert len(answers[0]) > 3  # max_new_tokens is none of them
 
 
-def test_the_asynchronous_engine_has_the_same(folder):
-    async def answers():
-        async with AsyncLLM(folder, **OPTIONS) as llm:
-            assert llm.default_sampling_params == SamplingParams(**OWN)
-            seeded = replace(llm.default_sampling_params, seed=4)
-            assert [out async for out in llm.generate(PROMPT, seeded, output_kind="final")]
-
-    asyncio.run(answers())
+async def test_the_asynchronous_engine_has_the_same(folder):
+    async with AsyncLLM(folder, **OPTIONS) as llm:
+        assert llm.default_sampling_params == SamplingParams(**OWN)
+        seeded = replace(llm.default_sampling_params, seed=4)
+        assert [out async for out in llm.generate(PROMPT, seeded, output_kind="final")]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from nanovllm.errors import UnsupportedModelError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.models import loader
 from tests.support import async_llms
-from tests.support.async_llms import bounded
 from tests.support.llms import assert_idle_and_whole, generate, greedy, token_ids
 from tests.support.other_models import small
 from tests.support.snapshots import Snapshot, assert_untouched
@@ -115,7 +114,6 @@ def test_scores_are_cosines_of_embeddings(llm):
         assert score.score == pytest.approx(float(query @ document), abs=1e-5)
 
 
-@bounded
 async def test_an_idle_engine_touches_no_head(folder, monkeypatch, info_log):
     monkeypatch.setattr("nanovllm.fast.gpu.rehearsal.DEVICES", {"cpu"})
     with LLM(folder, **SMALL) as llm:

@@ -11,7 +11,6 @@ from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.serving.server import app
 from nanovllm.serving.server.engine_process import EngineProcessLLM, front_door
 from nanovllm.serving.server.settings import ServerSettings
-from tests.support.async_llms import bounded
 from tests.support.llms import comes_true, generate
 from tests.support.replicas import OPTIONS, one_engine, tiny_folder
 from tests.support.serving import served, serving
@@ -106,7 +105,6 @@ def test_one_gpu_has_it_by_default_unless_it_is_named(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
-@bounded
 async def test_an_async_llm_has_its_engine_in_a_process_if_asked(ranks):
     prompts = random_prompts(3, seed=44)
     async with AsyncLLM(tiny_folder(), engine_process=True, tensor_parallel_size=ranks, **OPTIONS) as llm:

@@ -77,34 +77,27 @@ def test_a_stream_goes_on_though_its_replica_is_killed_and_health_and_metrics_te
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 1
 
 
-def test_calls_between_requests_are_answered_at_once(running):
+async def test_calls_between_requests_are_answered_at_once(running):
     """The thread that watches idle replicas wakes up for them."""
     comes_true(running.is_idle)
 
-    async def stats():
-        clock = asyncio.get_running_loop().time
-        await asyncio.sleep(0.8)  # idle work has begun
-        begin = clock()
-        for _ in range(20):
-            await running.engine.stats()
-        return clock() - begin
-
-    assert asyncio.run(stats()) < 1.0
+    clock = asyncio.get_running_loop().time
+    await asyncio.sleep(0.8)  # idle work has begun
+    begin = clock()
+    for _ in range(20):
+        await running.engine.stats()
+    assert clock() - begin < 1.0
 
 
-def test_an_abort_ends_a_stream_with_what_it_has(running):
+async def test_an_abort_ends_a_stream_with_what_it_has(running):
     prompt = random_prompts(1, seed=34)[0]
-
-    async def run():
-        outputs = []
-        async for output in running.engine.generate(prompt, PARAMS, request_id="mine"):
-            outputs.append(output)
-            if len(outputs) == 5:
-                assert await running.engine.abort("mine")
-        assert not await running.engine.abort("mine")
-        return outputs[-1].outputs[0]
-
-    last = asyncio.run(run())
+    outputs = []
+    async for output in running.engine.generate(prompt, PARAMS, request_id="mine"):
+        outputs.append(output)
+        if len(outputs) == 5:
+            assert await running.engine.abort("mine")
+    assert not await running.engine.abort("mine")
+    last = outputs[-1].outputs[0]
     assert last.finish_reason == "abort" and expected(prompt).token_ids[: len(last.token_ids)] == last.token_ids
     comes_true(running.is_idle, 10.0)  # with what its last steps in flight have released
 

@@ -36,7 +36,7 @@ from nanovllm.serving.server.live.engine_snapshot import (
 from nanovllm.serving.server.live.live_feed import MAX_WATCHERS, LiveFeed
 from nanovllm.serving.server.live.live_view import live_page
 from tests.engine.blocks import SIZE, A, B, computed, make_manager, release
-from tests.support.async_llms import OPTIONS, bounded, collect, in_engine_steps, open_llm
+from tests.support.async_llms import OPTIONS, collect, in_engine_steps, open_llm
 from tests.support.llms import comes_true
 from tests.support.public_options import make_sequence
 from tests.support.scheduling import make_scheduler
@@ -103,7 +103,6 @@ def still(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------ snapshots
 
 
-@bounded
 async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress(monkeypatch):
     steps = deque(maxlen=RECENT_STEPS)
     async with open_llm(on_step=steps.append, max_num_seqs=2) as llm:
@@ -129,7 +128,6 @@ async def test_a_snapshot_has_running_and_waiting_requests_and_their_progress(mo
     assert snapshot.steps[-1].num_used_blocks == total[2] + total[3]
 
 
-@bounded
 async def test_a_snapshot_has_drafts_by_source_and_the_feed_their_accepted_tokens(monkeypatch):
     monkeypatch.setattr(lengths, "PLAIN_WINDOW", 10**9)  # drafts never rest
     steps = deque(maxlen=RECENT_STEPS)
@@ -159,7 +157,6 @@ async def queue_behind_one(monkeypatch, names):
             task.cancel()
 
 
-@bounded
 async def test_a_snapshot_of_many_requests_has_some_rows_and_the_count_of_all(monkeypatch):
     async with queue_behind_one(monkeypatch, [f"{n}" * 100 for n in range(10, 10 + MAX_ROWS + 5)]) as llm:
         snapshot = await llm.inspect(lambda engine: take_snapshot(engine, deque()))
@@ -168,7 +165,6 @@ async def test_a_snapshot_of_many_requests_has_some_rows_and_the_count_of_all(mo
     assert all(len(row["id"]) == 64 for row in rows({"requests": snapshot.requests}))
 
 
-@bounded
 async def test_a_waiting_question_of_a_page_has_its_place_among_all_that_wait(monkeypatch):
     ids = [str(number) for number in range(MAX_ROWS + 5)]
     questions = {ids[0]: "live-runs", ids[-1]: "live-last", ids[3]: "live-third", "gone": "live-gone"}
@@ -227,7 +223,6 @@ def test_the_map_counts_every_block_once_whatever_the_size_of_the_pool(num_block
 # ----------------------------------------------------------------------------------------------------------------- feed
 
 
-@bounded
 async def test_a_watcher_gets_the_recent_steps_and_then_the_new_ones(still):
     feed = LiveFeed(still, {"model": "x"})
     still.steps = [build_step(1), build_step(2)]
@@ -251,7 +246,6 @@ def step_ids(look):
     return [row[0] for row in look["steps"]]
 
 
-@bounded
 async def test_no_snapshot_is_taken_after_the_last_watcher_has_gone(still):
     feed = LiveFeed(still, {})
     assert still.num_looks == 0
@@ -265,7 +259,6 @@ async def test_no_snapshot_is_taken_after_the_last_watcher_has_gone(still):
     assert feed._task is not None and feed._task.done()
 
 
-@bounded
 async def test_a_slow_watcher_skips_looks_and_misses_no_step(still):
     feed = LiveFeed(still, {})
     async with aclosing(feed.watch()) as slow, aclosing(feed.watch()) as quick:
@@ -287,7 +280,6 @@ async def test_a_slow_watcher_skips_looks_and_misses_no_step(still):
             assert seen == list(range(1, 60))
 
 
-@bounded
 async def test_a_watcher_hears_that_the_connection_lives_while_a_step_is_long(still, monkeypatch):
     monkeypatch.setattr(live_feed, "KEEP_ALIVE_SECONDS", 0.01)
     monkeypatch.setattr(still, "inspect", lambda look: asyncio.sleep(60))
@@ -298,7 +290,6 @@ async def test_a_watcher_hears_that_the_connection_lives_while_a_step_is_long(st
             assert (await anext(watch)).startswith(b": ")
 
 
-@bounded
 async def test_looks_become_rarer_if_they_are_dear(still, monkeypatch):
     sleep = asyncio.sleep
     waits = []
@@ -325,7 +316,6 @@ def test_steps_are_kept_up_to_a_thousand_and_nothing_else_is(still):
     "fails, reason",
     [("die", "dead"), ("close", "closed"), ("look", "failed")],
 )
-@bounded
 async def test_present_and_later_watchers_get_the_reason_of_the_end(fails, reason, monkeypatch):
     llm = open_llm()
     feed = LiveFeed(llm, {})
@@ -346,7 +336,6 @@ async def test_present_and_later_watchers_get_the_reason_of_the_end(fails, reaso
 
 
 @pytest.mark.parametrize("error, reason", [(EngineDeadError("dead"), "dead"), (EngineClosedError("closed"), "closed")])
-@bounded
 async def test_watchers_get_the_last_steps_of_an_engine_though_no_snapshot_follows(error, reason):
     engine = StillEngine()
     engine.steps = [build_step(3)]

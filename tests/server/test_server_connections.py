@@ -14,7 +14,7 @@ import pytest
 from nanovllm.serving.server import connections, places
 from nanovllm.serving.server.settings import ServerSettings
 from nanovllm.serving.server.sse import COMMENT, EventStream, data_error
-from tests.support.async_llms import bounded, slow_steps
+from tests.support.async_llms import slow_steps
 from tests.support.llms import comes_true
 from tests.support.serving import serving
 
@@ -441,7 +441,6 @@ def test_limits_must_be_above_zero(name):
         ServerSettings(**{name: 0})
 
 
-@bounded
 async def test_an_event_waits_for_the_comment_that_is_being_sent():
     begun = asyncio.Event()
     sent = []

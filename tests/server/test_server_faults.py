@@ -22,7 +22,7 @@ from nanovllm.errors import DeviceError
 from nanovllm.features.groups.block_checks import check_scheduler
 from nanovllm.features.intake.intake import checkpoint
 from nanovllm.model_runner import ModelRunner
-from tests.support.async_llms import bounded, in_engine_steps, offline
+from tests.support.async_llms import in_engine_steps, offline
 from tests.support.command_line import words
 from tests.support.forked_processes import programs_are_forked
 from tests.support.llms import comes_true
@@ -338,7 +338,6 @@ def test_a_timeout_ends_an_answer_with_what_there_is_of_it(monkeypatch):
 
 
 @pytest.mark.full
-@bounded
 async def test_a_storm_on_a_nearly_full_pool_loses_no_answer_and_leaks_no_block():
     """Forty-five clients on a pool with room for about three; a third of them disconnect."""
     prompts = [[5 + number, 6, 7] * 20 for number in range(45)]

@@ -1,6 +1,5 @@
 """A server's record of its requests: what it holds, what survives a kill, and that the tools read it."""
 
-import asyncio
 import json
 import re
 import threading
@@ -202,21 +201,18 @@ def test_the_servers_option_is_checked():
         ServerSettings(record="")
 
 
-def test_requests_that_are_open_when_the_engine_dies_end_once_and_a_listener_that_raises_is_dropped(caplog):
+async def test_requests_that_are_open_when_the_engine_dies_end_once_and_a_listener_that_raises_is_dropped(caplog):
     told = []
 
     def fail(*_):
         raise RuntimeError("no room")
 
-    async def run():
-        router = OutputRouter()
-        router.on_end += [fail, lambda request, output: told.append((request.request_id, output is None))]
-        request, output = ended(3)
-        for name in ("a", "b"):
-            router.open(replace(request, request_id=name), Stream(OutputKind.FINAL))
-        router.deliver([replace(output, request_id="a")])
-        router.end(RuntimeError)
-        router.record_end("b", None)
-
-    asyncio.run(run())
+    router = OutputRouter()
+    router.on_end += [fail, lambda request, output: told.append((request.request_id, output is None))]
+    request, output = ended(3)
+    for name in ("a", "b"):
+        router.open(replace(request, request_id=name), Stream(OutputKind.FINAL))
+    router.deliver([replace(output, request_id="a")])
+    router.end(RuntimeError)
+    router.record_end("b", None)
     assert told == [("a", False), ("b", True)] and caplog.text.count("it is not called again") == 1

@@ -4,7 +4,6 @@ import asyncio
 
 from nanovllm.features.intake.intake import CLIENT
 from nanovllm.serving.server.turns import PER_TURN, Turns
-from tests.support.async_llms import bounded
 
 COUNT = 5 * PER_TURN
 
@@ -37,7 +36,6 @@ def recorded():
     return app, Turns(app, lambda scope: scope.get("client", ""))
 
 
-@bounded
 async def test_requests_begin_in_their_order_a_few_in_each_turn():
     app, turns = recorded()
     app.count_turns()
@@ -47,7 +45,6 @@ async def test_requests_begin_in_their_order_a_few_in_each_turn():
     assert max(map(numbers.count, numbers)) == PER_TURN and len(set(numbers)) == COUNT // PER_TURN
 
 
-@bounded
 async def test_a_late_question_for_health_overtakes_those_that_wait():
     app, turns = recorded()
     tasks = [app.request(turns, str(number)) for number in range(COUNT)]
@@ -58,7 +55,6 @@ async def test_a_late_question_for_health_overtakes_those_that_wait():
     assert place < COUNT - PER_TURN
 
 
-@bounded
 async def test_a_client_does_not_wait_for_the_turns_of_another():
     app, turns = recorded()
     tasks = [app.request(turns, str(number), "alice") for number in range(COUNT)]
@@ -68,7 +64,6 @@ async def test_a_client_does_not_wait_for_the_turns_of_another():
     assert not turns._waiting and not turns._accounts._accounts
 
 
-@bounded
 async def test_each_request_knows_its_client():
     seen = []
 
@@ -80,7 +75,6 @@ async def test_each_request_knows_its_client():
     assert seen == ["a", "b"] and CLIENT.get() is None
 
 
-@bounded
 async def test_a_client_that_left_while_it_waited_takes_nobodys_turn():
     app, turns = recorded()
     app.count_turns()

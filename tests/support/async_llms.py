@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import time
 
 import pytest
@@ -19,16 +18,6 @@ KINDS = ["cumulative", "delta", "final"]
 
 def open_llm(**options):
     return AsyncLLM(tiny_model(num_layers=1), tokenizer=tiny_tokenizer(), **(OPTIONS | options))
-
-
-def bounded(test):
-    """Wrap an async test for pytest, with a timeout of two minutes."""
-
-    @functools.wraps(test)
-    def run(*arguments, **options):
-        asyncio.run(asyncio.wait_for(test(*arguments, **options), 120.0))
-
-    return run
 
 
 def answers(prompts, params=GREEDY):
