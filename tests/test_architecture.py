@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.package_sources import trees
+
 ROOT = Path(__file__).parents[1] / "nanovllm"
 TEST_FILES = sorted(Path(__file__).parent.rglob("*.py"))
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 # What a reader may leave out: a folder of one of these, or a file directly in it. The rest are units as they stand.
 SPLIT = ("features", "fast")
@@ -46,7 +47,7 @@ def unit_of(name):
 def needs():
     """Each unit, and the others that its files import, for type checkers alone too; the package's own name aside."""
     found = {unit_of(name): set() for name in FILES}
-    for importer, tree in TREES.items():
+    for importer, tree in trees().items():
         for imported, _, _ in own_imports(tree):
             if imported != "__init__" and importer != "__init__":
                 found[unit_of(importer)].add(unit_of(imported))
@@ -69,7 +70,7 @@ def own_imports(tree):
 
 def named_functions(name):
     """Each function of a file by its qualified name."""
-    pending = [(name, TREES[name])]
+    pending = [(name, trees()[name])]
     while pending:
         path, node = pending.pop()
         for child in ast.iter_child_nodes(node):
@@ -124,7 +125,7 @@ def test_each_folder_says_what_it_needs():
     """`NEEDS` of its `__init__.py`: what is deleted with it, or falls back by name."""
     wrong = {}
     for unit, others in needs().items():
-        tree = TREES.get(f"{unit}.__init__")
+        tree = trees().get(f"{unit}.__init__")
         if unit.startswith(SPLIT) and unit not in SPLIT and tree is not None:
             expected = tuple(sorted(others - {"engine"}))
             values = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
@@ -149,7 +150,7 @@ def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
     """
     wrong = [
         f"{importer} imports {imported}"
-        for importer, tree in TREES.items()
+        for importer, tree in trees().items()
         for imported, _, _ in own_imports(tree)
         if imported.startswith(INTERFACES) and importer.rpartition(".")[0] != imported.rpartition(".")[0]
     ]
@@ -158,7 +159,7 @@ def test_the_interfaces_of_the_server_are_imported_by_its_app_alone():
 
 
 def test_folders_themselves_import_nothing():
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name.endswith(".__init__") and name not in ("observability.pages.__init__", "ray.__init__"):
             assert not any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in ast.walk(tree)), name
 
@@ -166,7 +167,7 @@ def test_folders_themselves_import_nothing():
 def test_no_file_imports_the_private_names_of_another():
     wrong = [
         f"{importer} imports {name} of {imported}"
-        for importer, tree in TREES.items()
+        for importer, tree in trees().items()
         for imported, name, _ in own_imports(tree)
         if name is not None and name.startswith("_") and not name.startswith("__")
     ]
@@ -175,7 +176,7 @@ def test_no_file_imports_the_private_names_of_another():
 
 def test_kernels_are_imported_by_name_within_functions():
     """Outside of their folder, and of `fast.attention.cpp`, which is imported the same way."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if unit_of(name) == "fast.kernels" or name == "fast.attention.cpp":
             continue
         at_once = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])

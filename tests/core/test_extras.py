@@ -16,11 +16,11 @@ from nanovllm import SamplingParams
 from nanovllm.cli.main import main
 from nanovllm.features.extras import MissingLibraryError
 from tests.support.llms import generate, open_llm
+from tests.support.package_sources import trees
 from tests.support.serving import serving
 from tests.support.tiny_models import save_tiny
 
 ROOT = Path(__file__).parents[2]
-TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "nanovllm").rglob("*.py"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Names to import of distributions that are called otherwise.
 DISTRIBUTIONS = {
@@ -59,7 +59,7 @@ def distribution(library):
 def imported_libraries():
     """Libraries of others that any file imports, in functions too."""
     found = set()
-    for tree in TREES:
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
@@ -70,7 +70,7 @@ def imported_libraries():
 
 def checked_libraries():
     """(extra, library) of each call of `check_extra`; a starred name is a tuple of the same file."""
-    for tree in TREES:
+    for tree in trees().values():
         constants = {
             ast.unparse(node.targets[0]): node.value
             for node in tree.body

@@ -7,9 +7,9 @@ import pytest
 from torch import nn
 
 from nanovllm.config import ATTENTION_BACKENDS
+from tests.support.package_sources import PACKAGE, trees
 from tests.support.pages import PAGES, ROOT, TEXTS, inline_code, tables
 
-PACKAGE = ROOT / "nanovllm"
 FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
 INTERNALS = "docs/internals/torch_internals.md"
 ROWS = [row for table in tables(TEXTS[INTERNALS]) for row in table[1:]]
@@ -75,9 +75,7 @@ def test_a_private_name_is_used_where_its_row_says(row):
 
 def test_every_private_name_of_torch_has_a_row_with_its_file():
     used = {
-        (str(path.relative_to(PACKAGE)), name)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+        (f"{module.replace('.', '/')}.py", name) for module, tree in trees().items() for name in private_names(tree)
     }
     assert len(used) > 20
     for file, name in used:

@@ -3,23 +3,23 @@
 import ast
 import functools
 import re
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "nanovllm"
+from tests.support.package_sources import trees
+
 GAP = "…"
 _LOGGED = ("warning", "error", "exception")
 
 
 def source_texts():
     """Every string of the package's source, docstrings included."""
-    return [text for tree in _trees() for node in ast.walk(tree) if (text := _text(node))]
+    return [text for tree in trees().values() for node in ast.walk(tree) if (text := _text(node))]
 
 
 def logged_texts():
     """What loggers are given as a warning or an error."""
     return {
         text
-        for tree in _trees()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOGGED
         and isinstance(node.func.value, ast.Name) and node.func.value.id == "logger"
@@ -36,11 +36,6 @@ def says(text, quoted):
 def _pattern(quoted):
     parts = [part for part in re.split(rf"\s*{GAP}\s*", quoted.strip()) if part]
     return re.compile(".*?".join(map(re.escape, parts)), re.DOTALL)
-
-
-@functools.cache
-def _trees():
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def _text(node):
