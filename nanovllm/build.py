@@ -127,8 +127,14 @@ def _part(module: str, name: str, *, option: str | None = None) -> Any:
 def _frozen(engine: Engine) -> Engine:
     """Freeze all objects until the engine is freed: a full collection of them takes tenths of a second of a step."""
     gc.freeze()
-    weakref.finalize(engine, gc.unfreeze).atexit = False
+    weakref.finalize(engine, _unfreeze, os.getpid()).atexit = False
     return engine
+
+
+def _unfreeze(process_id: int) -> None:
+    """In a forked child an engine may end with the threads of its parent; a collection would copy the whole heap."""
+    if os.getpid() == process_id:
+        gc.unfreeze()
 
 
 def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import threading
+import weakref
 from contextlib import closing, contextmanager
 
 import pytest
@@ -187,6 +188,19 @@ def test_an_engine_is_refused_in_a_child_and_closes_quietly():
         while engine.has_unfinished:
             engine.step()
         assert engine.outputs[0].outputs[0].finish_reason == "length"
+
+
+def test_an_engine_that_ends_in_a_child_leaves_what_is_frozen():
+    """Its finalizer is the parent's; a collection of the whole heap would copy it."""
+    engines = [build_engine(tiny_model(), None, None, OPTIONS)]
+
+    def end():
+        alive = weakref.ref(engines[0])
+        engines.clear()
+        assert alive() is None and gc.get_freeze_count()
+
+    in_child(end)
+    engines[0].close()
 
 
 def test_an_async_llm_closes_quietly_in_a_child_though_its_lock_was_held():
