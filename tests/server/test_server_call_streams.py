@@ -2,6 +2,7 @@
 
 import json
 
+from tests.support.async_llms import slow_steps
 from tests.support.scripted import TOOL_TEMPLATE, says
 from tests.support.serving import MODEL, function_tool, served, thinking_server, user
 
@@ -35,7 +36,9 @@ def test_chat_completions_stream_arguments_that_join_to_the_whole_answers(runnin
     calls, content = {}, ""
     num_parts = 0
     body = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 200}
-    for event in events(running, "/v1/chat/completions", body):
+    with slow_steps(running.engine):  # the deltas of a busy front join
+        streamed = events(running, "/v1/chat/completions", body)
+    for event in streamed:
         (choice,) = event["choices"]
         content += choice["delta"].get("content") or ""
         for part in choice["delta"].get("tool_calls", ()):
