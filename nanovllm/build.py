@@ -132,7 +132,7 @@ def _frozen(engine: Engine) -> Engine:
 
 
 def _unfreeze(process_id: int) -> None:
-    """In a forked child an engine may end with the threads of its parent; a collection would copy the whole heap."""
+    """Not in a forked child, where engines end with their threads: a collection of all that is there may hang."""
     if os.getpid() == process_id:
         gc.unfreeze()
 
