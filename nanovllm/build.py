@@ -5,11 +5,9 @@ A part is skipped if its folder is missing; its options are then refused by name
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -125,16 +123,9 @@ def _part(module: str, name: str, *, option: str | None = None) -> Any:
 
 
 def _frozen(engine: Engine) -> Engine:
-    """Freeze all objects until the engine is freed: a full collection of them takes tenths of a second of a step."""
-    gc.freeze()
-    weakref.finalize(engine, _unfreeze, os.getpid()).atexit = False
+    if freeze := _part("fast.host.gc_control", "freeze_while_alive"):
+        freeze(engine)
     return engine
-
-
-def _unfreeze(process_id: int) -> None:
-    """Not in a forked child, where engines end with their threads: a collection of all that is there may hang."""
-    if os.getpid() == process_id:
-        gc.unfreeze()
 
 
 def _open_tiers(engine: Engine, hash_seed: str, digest: str | None, publisher: KvEventPublisher | None) -> None:
