@@ -129,7 +129,7 @@ def q6_k_values(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, :128].unflatten(1, (2, 64))).reshape(-1, 8, 32)
     high = (
         blocks[:, 128:192].unflatten(1, (2, 1, 32))
-        >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
+        >> torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
         & 3
     )
     return ((low | high.reshape(-1, 8, 32) << 4).view(torch.int8) - 32).flatten(1)
