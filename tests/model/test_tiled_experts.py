@@ -67,6 +67,7 @@ def test_packed_experts_are_those_of_the_dequantised_weights(form, tmp_path, gpu
     exact = plain_experts(load(folder, "dequantize", "float32"))
     found = placed(model)
     assert len(found) == len(exact) == 2 and all(is_kept(module) for module in found) and not experts_of(model)
+    assert all(part.is_contiguous() for own in found for part in own.buffers())  # kernels take no strides
     for own, plain in zip(found, exact, strict=True):
         for num_rows in (1, 9):
             states = torch.randn(num_rows, own.up.width).bfloat16()

@@ -224,7 +224,7 @@ def tiled_factors(parts: QuantisedParts, dtype: torch.dtype) -> TiledFactors | N
         return None
     kind = kind_of(parts)
     numbers = torch.float16 if dtype == torch.float16 else torch.bfloat16
-    units = None if parts.units is None else parts.units[:, 0].float().contiguous()
+    units = None if parts.units is None else parts.units[:, 0].float()
     run = width // runs.scales.shape[1]
     zero, how, shifts = _shifts_of(runs, kind)
     packed = packed_shifts = None
@@ -237,6 +237,7 @@ def tiled_factors(parts: QuantisedParts, dtype: torch.dtype) -> TiledFactors | N
         kept = _dtype_of(scales, shifts, numbers)
         packed = pack_factors(scales.to(kept), run)
         packed_shifts = None if shifts is None else pack_factors(shifts.to(kept), run)
+    units = None if units is None else units.contiguous()  # kernels take no strides
     return TiledFactors(Form(numbers, kind, zero, kept, how, run), packed, packed_shifts, units)
 
 
