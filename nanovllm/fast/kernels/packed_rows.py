@@ -312,21 +312,20 @@ _NOTHING = Rest()
 
 def fits(num_rows: int, width: int, form: str) -> bool:
     """Whether so many rows can be normalised in a product's launch."""
-    needed = _few_slot_bytes(form) + _few_bytes(num_rows, width, has_norm=True)
+    needed = _few_slot_bytes(form) + _few_bytes(num_rows, width)
     return num_rows <= FEW_ROWS and needed <= _MOST_FEW_BYTES
 
 
-def _few_bytes(num_rows: int, width: int, *, has_norm: bool) -> int:
+def _few_bytes(num_rows: int, width: int) -> int:
     """Shared memory for whole rows."""
-    whole = -(-width // _FEW_PANEL) * _FEW_PANEL
-    return num_rows * (2 * whole + 16) + 2 * whole * has_norm
+    return num_rows * (-(-width // _FEW_PANEL) * 2 * _FEW_PANEL + 16)
 
 
 def _multiply_few(
     rows: Tensor, weights: Weights, bias: Tensor | None, output: Tensor, form: str, rest: Rest = _NOTHING
 ) -> None:
     """Write the products of up to `FEW_ROWS` rows [num_rows, width], and the rest, to the output."""
-    needed = _few_bytes(len(rows), weights.width, has_norm=rest.norm is not None)
+    needed = _few_bytes(len(rows), weights.width)
     of_inputs = needed if rest.norm is not None else min(needed, _FEW_BYTES)
     parts = rows, bias, output, rest.norm, rest.residual, rest.slots
     pointers = (None if part is None else part.data_ptr() for part in parts)
@@ -342,7 +341,7 @@ def _multiply(rows: Tensor, weights: Weights, bias: Tensor | None, output: Tenso
     """Write the products of a number of rows up to `max_rows`, [rows, outputs]."""
     device = rows.device
     count = len(rows)
-    is_whole = _few_bytes(count, weights.width, has_norm=False) <= _FEW_BYTES
+    is_whole = _few_bytes(count, weights.width) <= _FEW_BYTES
     if count <= (_FEWEST_ROWS[is_whole] if max_rows(device) > FEW_ROWS else FEW_ROWS):
         _multiply_few(rows, weights, bias, output, form)
         return

@@ -105,10 +105,10 @@ struct Sums {
     }
 };
 
-// The RMS norm of rows in shared memory, in their place; its weight lies behind them.
-__device__ inline void normalise(unsigned char *memory, int rows, int stride, int width, float epsilon) {
+// The RMS norm of rows in shared memory, in their place.
+__device__ inline void normalise(unsigned char *memory, int rows, int stride, int width, const bf16 *norm, float epsilon) {
     __shared__ float squares[WARPS][8];
-    const uint4 *weight = reinterpret_cast<const uint4 *>(memory + rows * stride);
+    const uint4 *weight = reinterpret_cast<const uint4 *>(norm);  // in shared memory it would cost a block of three
     const int pieces = width / 8;  // of 16 bytes
     auto piece = [&](int row, int at) -> uint4 & { return reinterpret_cast<uint4 *>(memory + row * stride)[at]; };
     for (int row = 0; row < rows; ++row) {
@@ -176,26 +176,21 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void few_packed_rows(co
         u32 used = __ballot_sync(~0u, lane < rows && call.slots[at_most(lane, rows - 1)] != 0);
         rows = at_least(32 - __clz(used), 1);
     }
-    const int panel = rows * (2 * whole + 16) + (call.norm ? 2 * whole : 0) <= call.bytes
-                          ? whole
-                          : (call.bytes / rows - 16) / (2 * PANEL) * PANEL;
+    const int panel = rows * (2 * whole + 16) <= call.bytes ? whole : (call.bytes / rows - 16) / (2 * PANEL) * PANEL;
     const int stride = 2 * panel + 16;  // bytes of a row, without conflicts
-    auto copy_row = [&](u32 to, const bf16 *row, int start, int count) {
-        for (int at = threadIdx.x * 8; at < count; at += THREADS * 8) {
-            bool is_there = start + at < weights.width;
-            copy16(to + at * 2, row + (is_there ? start + at : 0), is_there);
-        }
-    };
     auto copy_rows = [&](int start) {
         for (int row = 0; row < rows; ++row)
-            copy_row(shared + row * stride, call.states + size_t(row) * weights.width, start, panel);
-        if (call.norm) copy_row(shared + rows * stride, call.norm, 0, whole);
+            for (int at = threadIdx.x * 8; at < panel; at += THREADS * 8) {
+                const bool is_there = start + at < weights.width;
+                const bf16 *from = call.states + size_t(row) * weights.width + (is_there ? start + at : 0);
+                copy16(shared + row * stride + at * 2, from, is_there);
+            }
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
     };
     const u32 place = shared + at_most(lane % 8, rows - 1) * stride + lane / 8 * 16;  // rows behind are not stored
     if (panel == whole) copy_rows(0);
-    if (call.norm) normalise(inputs, rows, stride, weights.width, call.epsilon);
+    if (call.norm) normalise(inputs, rows, stride, weights.width, call.norm, call.epsilon);
     int number = 0;  // of the tile in the block
     const int row = threadIdx.x / TILE;
     for (int unit = blockIdx.x; unit < num_units; unit += gridDim.x) {
