@@ -264,7 +264,7 @@ def stage_pool() -> dict[str, Any]:
 def _step_seconds(llm: LLM, count: int, context: int) -> float:
     """The median of decode steps."""
     engine = llm._open_engine()
-    add(engine, random_requests(requests=count, prompt=context, output=100))
+    add(engine, random_requests(requests=count, prompt=context, output=100), "step")
     while engine.scheduler.waiting or any(s.num_output_tokens < 10 for s in engine.scheduler.running):
         engine.step()
     return statistics.median(gaps_of(engine.step, lambda n: n < 60))
@@ -272,7 +272,7 @@ def _step_seconds(llm: LLM, count: int, context: int) -> float:
 
 def _profile(llm: LLM, count: int, context: int) -> dict[str, Any]:
     engine = llm._open_engine()
-    add(engine, random_requests(requests=count, prompt=context, output=200))
+    add(engine, random_requests(requests=count, prompt=context, output=200), "profile")
     engine.step()
     if count * context > 40_000:
         prompts = kernels_of(engine, 3, f"{count} prompts")

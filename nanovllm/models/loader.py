@@ -74,17 +74,17 @@ def load_weights(source: str, config: EngineConfig) -> LoadedModel:
     """Load a model without its tokenizer from a folder, file or hub id."""
     device = device_of(config)
     module = load_module(source, config, device)
-    module = place_quantised(module, device, packs_experts=config.quantization == "keep").to(device).eval()
+    module = place_quantised(module, device).to(device).eval()
     return LoadedModel(module, None, is_live=False, identity=identity_of(source, config, module))
 
 
-def place_quantised(module: Any, device: torch.device, *, packs_experts: bool = False) -> Any:
-    """The module, its quantised linear layers in the form of the device; a GPU's experts only where it packs them."""
+def place_quantised(module: Any, device: torch.device) -> Any:
+    """The module, its quantised linear layers and experts in the form of the device."""
     if device.type == "cuda" and any(is_kept(part) for part in module.modules()):
         from nanovllm.models.quantised.tiled import place
 
         with torch.inference_mode(False):
-            place(module, device, packs_experts=packs_experts)
+            place(module, device)
     return module
 
 

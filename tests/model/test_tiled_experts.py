@@ -55,7 +55,7 @@ def plain_experts(model):
 
 
 def placed(model):
-    tiled.place(model, CPU, packs_experts=True)
+    tiled.place(model, CPU)
     return [module for module in model.modules() if isinstance(module, TiledExperts)]
 
 

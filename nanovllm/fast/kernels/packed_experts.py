@@ -37,6 +37,7 @@ MAX_WIDTH = 16384  # inputs of a row, so that one fits into shared memory
 HALF = TILE // 2  # outputs of a tile that are a gate's
 _FEW_ROWS = 8
 _FEW_PAIRS = 512  # most pairs of the kernel for few rows
+_PAIRS_OF_EXPERT = 10  # most pairs an expert for which two groups of rows are faster than three
 _SPLITS = (4, 8)  # warps of a tile in the kernel for few rows; in the other, one
 _SLOT_BYTES = (3456, 2304)  # the most of a slot in the kernel for few rows and in the other
 _BLOCKS = (3, 2)  # blocks of a multiprocessor in the kernel for few rows, as memory allows; in the other, one
@@ -154,8 +155,9 @@ def _few(form: str, blocks: int, split: int) -> _Plan:
     return _Plan(8, blocks, split, 1, max(1, _SLOT_BYTES[0] // chunk_bytes(form)), _FEW_PAIRS)
 
 
-def _more(form: str) -> _Plan:
-    return _Plan(16, 1, 1, 4, max(1, _SLOT_BYTES[1] // chunk_bytes(form)), MAX_PAIRS)
+def _more(form: str, groups: int) -> _Plan:
+    of_slot = _SLOT_BYTES[groups > 2] // chunk_bytes(form)
+    return _Plan(12 if groups == 2 else 16, 1, 1, groups, max(1, of_slot), MAX_PAIRS)
 
 
 @cache
@@ -170,7 +172,8 @@ def _kernel(form: str, is_gated: bool, plan: _Plan, device: torch.device) -> nvr
 
 def compile_kernels(experts: Experts, device: torch.device) -> None:
     """Make the kernels of a projection, which is not possible while a graph is captured."""
-    plans = [_more(experts.form), *(_few(experts.form, blocks, split) for blocks in _BLOCKS for split in _SPLITS)]
+    plans = [_more(experts.form, 2), _more(experts.form, 3)]
+    plans += [_few(experts.form, blocks, split) for blocks in _BLOCKS for split in _SPLITS]
     calls: list[Callable[[], object]] = [
         partial(_kernel, experts.form, bool(experts.gate), plan, device) for plan in plans
     ]
@@ -250,9 +253,9 @@ def plan_of(experts: Experts, num_rows: int, num_pairs: int, device: torch.devic
     Its tiles are counted as if each pair had an expert to itself.
     """
     form = experts.form
-    if num_rows > _FEW_ROWS or num_pairs > _FEW_PAIRS:
-        return _more(form)
     num_experts, tiles, chunks, _ = experts.codes.shape
+    if num_rows > _FEW_ROWS or num_pairs > _FEW_PAIRS:
+        return _more(form, 2 if num_pairs <= _PAIRS_OF_EXPERT * num_experts else 3)
     fits = [n for n in _BLOCKS if num_rows * _row_bytes(chunks) <= _few(form, n, 1).row_bytes(form, device)]
     blocks = fits[0] if fits else _BLOCKS[-1]
     of_block = -(-min(num_pairs, num_experts) * tiles // (num_processors(device) * blocks))

@@ -132,9 +132,9 @@ class StoredWeights:
 
 
 def _is_plain_on_gpus(name: str, weight: Quantised) -> bool:
-    """Whether a GPU dequantises a weight that a CPU keeps: experts, and 8-bit floats with scales of runs."""
+    """Whether a GPU dequantises a weight that a CPU keeps: 8-bit floats of experts, and with scales of runs."""
     form = weight.layout.form
-    return ".experts." in name or (form.values == "float8" and form.run != form.width)
+    return form.values == "float8" and (".experts." in name or form.run != form.width)
 
 
 def _role_of(name: str, method: str, headers: Mapping[str, StoredTensor]) -> tuple[str, str | None]:

@@ -113,10 +113,10 @@ def why_not_packed(device: torch.device) -> str | None:
     return why_not(device)
 
 
-def place(model: nn.Module, device: torch.device, *, packs_experts: bool = False) -> None:
+def place(model: nn.Module, device: torch.device) -> None:
     """Replace quantised linear layers and routed experts by those of a GPU, one after another; the log counts them.
 
-    Those without a kernel are dequantised, and experts unless they are packed; other modules stay where they are.
+    Those without a kernel are dequantised; other modules stay where they are.
     """
     from nanovllm.fast.kernels.packed_rows import compile_kernels
 
@@ -136,7 +136,7 @@ def place(model: nn.Module, device: torch.device, *, packs_experts: bool = False
             if isinstance(placed, TiledLinear):
                 forms.add(placed.form)
                 num_slow += child.dtype == torch.float32
-    counts |= _place_experts(model, device, packs=packs_experts)
+    counts |= _place_experts(model, device)
     for form in forms:
         compile_kernels(form, device)
     if counts:
@@ -145,7 +145,7 @@ def place(model: nn.Module, device: torch.device, *, packs_experts: bool = False
         logger.warning("%d layers have no kernel for their quantised weights: each step dequantises them", num_slow)
 
 
-def _place_experts(model: nn.Module, device: torch.device, *, packs: bool) -> dict[str, int]:
+def _place_experts(model: nn.Module, device: torch.device) -> dict[str, int]:
     """Replace modules of quantised experts; returns how many have kernels and how many are dequantised."""
     from nanovllm.models.quantised.tiled_experts import check_kernels, tiled_experts
 
@@ -155,7 +155,7 @@ def _place_experts(model: nn.Module, device: torch.device, *, packs: bool) -> di
         for name, child in parent._modules.items():
             if child is None or KEPT_EXPERTS not in vars(child):
                 continue
-            if packs and (placed := tiled_experts(child, device)) is not None:
+            if (placed := tiled_experts(child, device)) is not None:
                 parent._modules[name] = placed
                 num_packed += 1
                 continue
@@ -163,7 +163,7 @@ def _place_experts(model: nn.Module, device: torch.device, *, packs: bool) -> di
             dequantise_experts(child, device)
             sizes.append((kept, sum(each.nbytes for each in child.parameters())))
     check_kernels(model, device)
-    if sizes and packs:
+    if sizes:
         kept, plain = (sum(each) / 1e9 for each in zip(*sizes, strict=True))
         logger.warning(
             "%d modules of experts have no kernel for their quantised weights: dequantised they take %.1f GB, not %.1f",
