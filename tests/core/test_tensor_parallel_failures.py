@@ -68,8 +68,10 @@ def test_a_loaded_module_is_refused(no_process):
         LLM(tiny_model(), tensor_parallel_size=2, **EAGER)
 
 
-def test_the_own_error_of_a_worker_is_told(folder, monkeypatch):
-    entry = "import nanovllm.features.composition.binding as b; b.check_rows = lambda *_: 1 / 0; " + workers.ENTRY
+@pytest.mark.parametrize("name", ["nanovllm.features.composition.binding.check_rows", "torch.set_num_threads"])
+def test_the_own_error_of_a_worker_is_told(name, folder, monkeypatch):
+    module, _, function = name.rpartition(".")
+    entry = f"import {module} as b; b.{function} = lambda *_: 1 / 0; {workers.ENTRY}"
     monkeypatch.setattr(workers, "ENTRY", entry)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         LLM(folder, tensor_parallel_size=2, **EAGER)

@@ -100,8 +100,10 @@ class WorkerProcesses:
         try:
             for rank in range(1, size):
                 self._start(Start(rank, self._store.port, source, config, self.num_threads))
-            for orders in self._orders:  # it is alive and has imported all
-                orders.recv()
+            for orders in self._orders:
+                if (said := orders.recv()) != "ready":
+                    self._failure = f"a rank does not start:\n{said}"
+                    self.check()
             threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True).start()
             self.ranks = self._meet(size, torch.device("cpu" if device_type == "cpu" else "cuda:0"))
         except (EOFError, OSError, RuntimeError) as error:
