@@ -109,7 +109,7 @@ def test_a_limit_ends_the_request_whole_and_streamed(running, monkeypatch):
         counts[id(limits)] += 1
         return 1 if counts[id(limits)] == 3 else None
 
-    full = running.answer("/infill", BODY, body, {"n_predict": 40, "n_indent": 0})["content"]
+    full = running.answer("/infill", BODY, body, {"n_indent": 0})["content"]
     monkeypatch.setattr(MiddleLimits, "end_in", end_in)
     answer = running.answer("/infill", BODY, body)
     assert full.startswith(answer["content"]) and (answer["stop"], answer["stop_type"]) == (True, "limit")

@@ -26,7 +26,6 @@ from types import ModuleType
 import pytest
 
 PR_SET_CHILD_SUBREAPER = 36
-HIGH = 512  # above the numbers of files that programs are promised
 # Variables that a fork heeds too. With another difference a program starts by itself: libraries read them at import.
 HEEDED = """
     PYTHONPATH PYTHONSAFEPATH PYTEST_CURRENT_TEST TQDM_DISABLE OMP_NUM_THREADS CUDA_VISIBLE_DEVICES PIP_ HF_HUB_CACHE
@@ -146,8 +145,8 @@ def _become(program, files):
         os.setsid()
     else:
         os.setpgid(0, program["group"])
-    high = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in files]
     wanted = set(program["numbers"])
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, max(wanted) + 1) for file in files]
     for number in map(int, os.listdir("/proc/self/fd")):
         if number not in wanted and number not in high:
             with suppress(OSError):  # of the list itself
