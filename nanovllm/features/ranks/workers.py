@@ -100,11 +100,6 @@ class WorkerProcesses:
         try:
             for rank in range(1, size):
                 self._start(Start(rank, self._store.port, source, config, self.num_threads))
-            for orders in self._orders:
-                if (said := orders.recv()) != "ready":
-                    self._failure = f"a rank does not start:\n{said}"
-                    self.check()
-            threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True).start()
             self.ranks = self._meet(size, torch.device("cpu" if device_type == "cpu" else "cuda:0"))
         except (EOFError, OSError, RuntimeError) as error:
             self.fail(error)
@@ -113,10 +108,13 @@ class WorkerProcesses:
             raise
 
     def _meet(self, size: int, device: torch.device) -> Ranks:
-        """This process among the ranks, once all are connected; raises DeviceError if a worker ends before.
+        """This process among the ranks, once all are ready and connected; raises DeviceError if a worker ends before.
 
         In a thread, since until the ranks are connected only a timeout of minutes reveals a dead one.
         """
+        self._failure = next((said for orders in self._orders if (said := orders.recv()) != "ready"), None)
+        self.check()
+        threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True).start()
         meeting: futures.Future[Ranks] = futures.Future()
 
         def meet() -> None:
