@@ -1,7 +1,7 @@
 """Products of routed experts with packed weights of 4 or 8 bits on a GPU: `packed_rows_cuda/5_experts.cu`.
 
 Up to `MAX_PAIRS` pairs of a row and one of its experts, the packed weight of each chosen expert is read once for all of
-its rows, or once for each 32 of them. For more pairs experts are widened first, some at a time, for PyTorch's
+its rows, or once for each 24 of them. For more pairs experts are widened first, some at a time, for PyTorch's
 `grouped_mm`; in float16, for which that reads the rows' numbers on the host, rows are taken in parts instead.
 """
 
@@ -39,7 +39,7 @@ _FEW_ROWS = 8
 _FEW_PAIRS = 512  # most pairs of the kernel for few rows
 _PAIRS_OF_EXPERT = 10  # most pairs an expert for which two groups of rows are faster than three
 _SPLITS = (4, 8)  # warps of a tile in the kernel for few rows; in the other, one
-_SLOT_BYTES = (3456, 2304)  # the most of a slot in the kernel for few rows and in the other
+_SLOT_BYTES = (3456, 2304)  # the most of a slot with up to two groups of rows and with more
 _BLOCKS = (3, 2)  # blocks of a multiprocessor in the kernel for few rows, as memory allows; in the other, one
 _OTHER_BYTES = 16 * 1024  # a block's shared memory without rings and rows, at most
 _LEAST_SHARED_BYTES = 228 * 1024  # a multiprocessor's
