@@ -24,7 +24,6 @@ from tests.support.replicas import (
     ENDLESS,
     OPTIONS,
     REPLICAS,
-    all_up,
     answers,
     assert_as_one_engine,
     busiest,
@@ -36,6 +35,7 @@ from tests.support.replicas import (
     send_signal,
     shared_pool,
     tiny_folder,
+    wait_until_up,
 )
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
 
@@ -53,7 +53,6 @@ PARAMS = [
 def llm():
     """Both replicas up, and no memory of earlier deaths."""
     llm = shared_pool()
-    comes_true(lambda: all_up(llm))
     for each in llm._engine.replicas:
         each._num_deaths = 0
     return llm
@@ -124,7 +123,7 @@ def test_deltas_and_final_outputs_lose_nothing_though_a_replica_is_killed(llm):
         for later in each[1:]:
             each[0].extend(later)
     assert completions([each[0] for each in outputs.values()]) == whole(prompts, params)
-    comes_true(lambda: all_up(llm))
+    wait_until_up(llm)
     assert process_ids(llm)[0] == ids[0] and process_ids(llm)[1] != ids[1]
     assert_as_one_engine(llm, prompts, params)
 
@@ -320,7 +319,7 @@ def test_a_replica_is_not_started_again_with_another_model_than_the_others(llm, 
         assert_as_one_engine(llm, prompts, PARAMS[0])
     finally:
         os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))
-    comes_true(lambda: all_up(llm))
+    wait_until_up(llm)
     assert_as_one_engine(llm, prompts, PARAMS[0])
 
 
@@ -346,7 +345,7 @@ def test_a_replica_with_another_revision_of_a_hub_model_is_ended(tmp_path, monke
         )
         assert completions(llm.generate([[5, 6, 7]], PARAMS[0], use_tqdm=False)) == completions([first])
         main.write_text(old)
-        comes_true(lambda: all_up(llm))
+        wait_until_up(llm)
 
 
 @pytest.mark.usefixtures("llm")  # no report of another pool is interrupted

@@ -17,6 +17,7 @@ from tests.support.replicas import (
     is_alive,
     one_engine,
     tiny_folder,
+    wait_until_up,
 )
 from tests.support.tiny_models import random_prompts
 
@@ -44,10 +45,6 @@ def llm(pools):
     if not pools or pools[-1]._engine is None:
         pools.append(LLM(tiny_folder(), **BOTH))
     return pools[-1]
-
-
-def wait_until_up(llm):
-    comes_true(lambda: all(replica.state == "up" for replica in llm.replicas()))
 
 
 def ranks_of(llm, index):

@@ -129,6 +129,7 @@ def serve(server):
                 os.write(tell, b"%d" % process)
                 os._exit(0)
             os.close(given_over)
+            server.detach()  # a program's file may get its number
             os.read(ready, 1)  # now its parent is who asked
             _become(program, files)
             return program["arguments"]

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from tests.support.llms import OPTIONS
+from tests.support.llms import OPTIONS, comes_true
 from tests.support.tiny_models import save_tiny
 
 REPLICAS = OPTIONS | {"data_parallel_size": 2}
@@ -30,11 +30,16 @@ def one_engine():
 
 
 @functools.cache
-def shared_pool():
-    """Two replicas, shared by tests that leave both up; STEPS has the steps of both, and who was told of them."""
+def _pool():
     llm = LLM(tiny_folder(), max_queue=64, on_step=lambda step: STEPS.append((threading.get_ident(), step)), **REPLICAS)
     atexit.register(llm.close)
     return llm
+
+
+def shared_pool():
+    """Two replicas, both up whatever the test before has killed; STEPS has the steps, and who was told of them."""
+    wait_until_up(_pool())
+    return _pool()
 
 
 def completions(outputs):
@@ -62,10 +67,12 @@ def busiest(llm):
     return max(llm.replicas(), key=lambda replica: replica.num_running).index
 
 
-def all_up(llm):
-    """Whether every replica is up; takes a step, since an `LLM` works only while it is called."""
-    llm._engine.step()
-    return all(replica.state == "up" for replica in llm.replicas())
+def wait_until_up(llm):
+    def all_up():
+        llm._engine.step()  # an `LLM` works only while it is called
+        return all(replica.state == "up" and is_alive(replica.process_id) for replica in llm.replicas())
+
+    comes_true(all_up)
 
 
 def is_alive(process_id):
