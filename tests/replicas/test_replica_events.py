@@ -90,8 +90,8 @@ def test_a_subscriber_forgets_what_a_replica_held_that_died(tmp_path):
         before = max(numbers)
         kill(llm, 1)
         comes_true(lambda: llm.replicas()[1].num_restarts == 1 and llm.replicas()[1].state == "up")
-        listen()
-        assert held == set() and numbers[-1] == 0 <= before
+        comes_true(lambda: listen() or held == set())
+        assert numbers[-1] == 0 <= before
         fill(llm, 100)
-        listen()
-        assert held == known() and len(held) >= 2
+        comes_true(lambda: listen() or held == known())
+        assert len(held) >= 2
