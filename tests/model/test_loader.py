@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -320,10 +319,3 @@ def test_a_local_folder_is_never_looked_up_on_the_hub(saved, monkeypatch):
         monkeypatch.setattr(loader, "from_pretrained", note)
     LLM(saved, **OPTIONS).close()
     assert seen == [True, True]
-
-
-def test_a_folder_loads_in_well_under_a_second(saved):
-    LLM(saved, **OPTIONS).close()
-    start = time.monotonic()
-    LLM(saved, **OPTIONS).close()
-    assert time.monotonic() - start < 2
