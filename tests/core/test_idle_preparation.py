@@ -20,11 +20,13 @@ from tests.support.async_llms import (
     open_llm,
 )
 
+IDLE_SECONDS = "nanovllm.serving.streaming.engine_thread.IDLE_SECONDS"
 
-def open_preparing(monkeypatch, capture_ahead, **options):
-    """An engine that calls this to prepare a step, as soon as it is idle."""
+
+def open_preparing(monkeypatch, capture_ahead, idle_seconds=0.0, **options):
+    """An engine that calls this to prepare a step, as soon as it is idle for so long."""
     monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
-    monkeypatch.setattr("nanovllm.serving.streaming.engine_thread.IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(IDLE_SECONDS, idle_seconds)
     return open_llm(**({"prepares_when_idle": True} | options))
 
 
@@ -41,14 +43,15 @@ async def test_steps_are_prepared_one_at_a_time_while_the_engine_is_idle(monkeyp
         may_go_on.wait(20.0)
         return len(prepared) < 5
 
-    monkeypatch.setattr(ModelRunner, "capture_ahead", capture_ahead)
-    async with open_llm(prepares_when_idle=True) as llm:
+    async with open_preparing(monkeypatch, capture_ahead, idle_seconds=60.0) as llm:
         in_engine_steps(llm, monkeypatch, steps.append)
         for _ in range(3):
             await assert_answers(llm)
         assert not prepared  # it was idle for moments only
-        num_steps = len(steps)
+        monkeypatch.setattr(IDLE_SECONDS, 0.0)
+        await assert_answers(llm)  # the wait before it has the old length
         assert await becomes_true(lambda: len(prepared) == 1)
+        num_steps = len(steps)
         waiting = asyncio.create_task(assert_answers(llm))
         await asyncio.sleep(0.05)
         assert prepared == [num_steps] and len(steps) == num_steps
