@@ -193,8 +193,7 @@ def _reader(
         raise unsupported("quantised format", _name_of(model_config), f"quant_method {checkpoint.method!r}")
     with load_errors(f"the model {source!r}", source):
         folder = folder_of(source, options)
-    kept_on = kernels if is_kept else None
-    return reading(source, folder, model_config, checkpoint, config, options, kept_on=kept_on, is_sharded=is_sharded)
+    return reading(source, folder, model_config, checkpoint, config, options, is_kept=is_kept, is_sharded=is_sharded)
 
 
 def part_of_another(config: Any) -> Any:

@@ -80,7 +80,7 @@ def read_sizes(
     text = config.get("text_config") or config
     checkpoint = checkpoint_of(config)
     is_kept = keeps(source, config, quantization, device)
-    num_weights, stored_bytes, kept = _stored_weights(source, folder, checkpoint, device)
+    num_weights, stored_bytes, kept = _stored_weights(source, folder, checkpoint)
     if not num_weights:
         raise ModelLoadError(
             f"{folder} has no weights ({' or '.join(WEIGHT_PATTERNS)}). Fetch it: nanovllm pull {source}"
@@ -123,9 +123,7 @@ def _positions(config: Mapping[str, Any]) -> int:
     return positions_of(_Config()) or 2048
 
 
-def _stored_weights(
-    source: str, folder: Path, checkpoint: Checkpoint | None, device: str
-) -> tuple[int, int, tuple[int, int]]:
+def _stored_weights(source: str, folder: Path, checkpoint: Checkpoint | None) -> tuple[int, int, tuple[int, int]]:
     """(weights, bytes in files, (weights, bytes) that can stay quantised) of a folder; pickles are taken for float16.
 
     Raises MissingLibraryError for quantised weights with a missing library, and ModelLoadError for damaged files.
@@ -134,7 +132,7 @@ def _stored_weights(
         from nanovllm.models.quantised.stored import StoredWeights  # imports torch
 
         weights = StoredWeights(source, folder, checkpoint)
-        return weights.num_weights, weights.num_stored_bytes, weights.kept_on(device)
+        return weights.num_weights, weights.num_stored_bytes, weights.kept
     headers = read_headers(folder)
     num_weights = sum(tensor.num_elements for tensor in headers.values())
     num_bytes = sum(tensor.num_bytes for tensor in headers.values())

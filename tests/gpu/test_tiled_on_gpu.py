@@ -23,11 +23,14 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or why_not(torch.device("cuda")) is not None, reason="needs a Hopper GPU"
 )
 ROWS = (1, 2, 7, 8, 9, 16, 17, 33, 63, 64, 65, 128, 129, 300)
+PACKED = (
+    "ct-w4a16", "ct-w4a16-asym", "ct-mxfp4", "ct-nvfp4", "ct-int8-channel", "ct-fp8-block", "fp8-block-ue8m0", "mxfp8"
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 
 
 @pytest.mark.parametrize("sizes", [(48, 256), (1000, 1920), (4096, 4096)], ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "FP8" not in kind])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_of_any_number_of_rows_are_those_of_float64(kind, sizes, dtype):
     torch.manual_seed(0)
@@ -46,7 +49,7 @@ def test_products_of_any_number_of_rows_are_those_of_float64(kind, sizes, dtype)
 
 
 @pytest.mark.parametrize("sizes", [(96, 128), (1024, 2944), (4096, 12288)], ids=str)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "W4 zeros", "MXFP4", "int8"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "W4 zeros", "MXFP4", "int8", "FP8 blocks"])
 def test_norms_gates_and_sums_in_a_products_launch_are_those_of_float64(kind, sizes):
     torch.manual_seed(0)
     outputs, width = sizes
@@ -129,7 +132,7 @@ def test_an_engine_answers_as_the_dequantised_model(folder, options, quantizatio
             assert logits.argmax(-1).tolist() == tokens
 
 
-@pytest.mark.parametrize("form", ["ct-w4a16", "ct-w4a16-asym", "ct-mxfp4", "ct-nvfp4", "ct-int8-channel", *FORMS])
+@pytest.mark.parametrize("form", [*PACKED, *FORMS])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_kept_checkpoint_answers_as_the_dequantised_one(form, dtype, tmp_path, placed):
     folder = save_columns(tmp_path, form)[0] if form in FORMS else save_quantised(tmp_path, form)

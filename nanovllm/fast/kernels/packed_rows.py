@@ -43,7 +43,8 @@ _SCALES = (
     torch.float32,
 )  # order of the source's constants
 _SOURCES = Path(__file__).with_name("packed_rows_cuda")
-KINDS = ("int4", "float4", "int8")  # likewise
+KINDS = ("int4", "float4", "int8", "float8")  # likewise
+BYTES = KINDS[2:]  # kinds of a byte each
 _SHIFTS = ("", "added", "subtracted")  # likewise
 _MACROS = ("NUMBER", "KIND", "ZERO", "SCALE", "SHIFTS", "RUN")
 
@@ -99,7 +100,7 @@ def pack_codes(codes: Tensor, kind: str) -> Tensor:
     padded = F.pad(codes, (0, -width % CHUNK, 0, -outputs % TILE))
     # tile, half of it (h), output (g) | chunk, step, pair (q), quad (t), number (e)
     split = padded.view(-1, 2, 8, padded.shape[1] // CHUNK, 4, 2, 4, 2).transpose(5, 6)
-    if kind == "int8":  # steps come by twos
+    if kind in BYTES:  # steps come by twos
         split = split.unflatten(4, (2, 2)).permute(0, 3, 4, 2, 6, 5, 7, 8, 1)
         return split.reshape(len(split), split.shape[1], -1).contiguous()
     ordered = split.permute(0, 3, 2, 5, 4, 7, 6, 1)  # [tile, chunk, g, t, step, e, q, h]
@@ -118,7 +119,7 @@ def _float4_words(four: Tensor) -> Tensor:
 def unpack_codes(packed: Tensor, kind: str) -> Tensor:
     """Codes of all tiles and chunks, padding included: the inverse of `pack_codes`."""
     tiles, chunks, _ = packed.shape
-    if kind == "int8":  # [tile, chunk, two steps, g, t, step, q, e, h]
+    if kind in BYTES:  # [tile, chunk, two steps, g, t, step, q, e, h]
         split = packed.view(tiles, chunks, 2, 8, 4, 2, 2, 2, 2).permute(0, 8, 3, 1, 2, 5, 6, 4, 7)
         return split.reshape(tiles * TILE, chunks * CHUNK)
     halves = packed.view(tiles, chunks, 8, 4, 4, 2, 2)  # [tile, chunk, g, t, step, e, byte]
@@ -151,6 +152,8 @@ def dequantised(
 
 
 def _numbers(codes: Tensor, kind: str) -> Tensor:
+    if kind == "float8":
+        return codes.view(torch.float8_e4m3fn).float()
     if kind != "float4":
         return (codes.view(torch.int8) if kind == "int8" else codes).float()
     last = codes & 1
@@ -239,7 +242,7 @@ def chunk_bytes(form: str) -> int:
 
 
 def _code_bytes(form: str) -> int:
-    return CHUNK * TILE // (1 if KINDS[int(form.split()[1])] == "int8" else 2)
+    return CHUNK * TILE // (1 if KINDS[int(form.split()[1])] in BYTES else 2)
 
 
 def _factor_bytes(form: str) -> int:

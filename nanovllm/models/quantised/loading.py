@@ -31,14 +31,14 @@ def reading(
     config: EngineConfig,
     options: dict[str, Any],
     *,
-    kept_on: str | None,
+    is_kept: bool,
     is_sharded: bool = False,
 ) -> Reader:
     """Reads a checkpoint, which is checked by its headers now; logs the bytes of one that is dequantised.
 
     Args:
         options: arguments of `from_pretrained`.
-        kept_on: type of the device on which weights stay quantised where kernels multiply them; None if they do not.
+        is_kept: weights stay quantised where kernels multiply them.
         is_sharded: they are cut among ranks first.
 
     Raises ModelLoadError, and UnsupportedModelError for weights that are to be kept and cannot be.
@@ -47,10 +47,10 @@ def reading(
 
     weights = StoredWeights(source, folder, checkpoint)
     dtype = _dtype_of(model_config, config)
-    keeps = kept_on is not None and weights.kept_on(kept_on)[0] > 0
+    keeps = is_kept and weights.kept[0] > 0
     if config.quantization == "keep" and not keeps:
         name, weight = next(iter(weights.quantised.items()))
-        reason = weight.layout.why_not_kept or f"no kernel of {kept_on} multiplies it"
+        reason = weight.layout.why_not_kept or "no kernel multiplies it"
         raise UnsupportedModelError(
             f"quantization is 'keep', but no weight of {source} ({checkpoint}) has a quantised form here; {name}: "
             f"{reason}. Set it to 'dequantize', or leave it out."

@@ -120,21 +120,12 @@ class StoredWeights:
         quantised = sum(weight.num_elements for weight in self.quantised.values())
         return quantised + sum(tensor.num_elements for tensor in self.plain.values())
 
-    def kept_on(self, device: str) -> tuple[int, int]:
-        """(number, bytes in files) of quantised weights with kernels on a type of device."""
-        found = [
-            weight
-            for name, weight in self.quantised.items()
-            if weight.layout.form.has_kernel and not (device == "cuda" and _is_plain_on_gpus(name, weight))
-        ]
+    @property
+    def kept(self) -> tuple[int, int]:
+        """(number, bytes in files) of quantised weights with kernels."""
+        found = [weight for weight in self.quantised.values() if weight.layout.form.has_kernel]
         num_bytes = sum(part.num_bytes for weight in found for part in weight.parts.values())
         return sum(weight.num_elements for weight in found), num_bytes
-
-
-def _is_plain_on_gpus(name: str, weight: Quantised) -> bool:
-    """Whether a GPU dequantises a weight that a CPU keeps: 8-bit floats of experts, and with scales of runs."""
-    form = weight.layout.form
-    return form.values == "float8" and (".experts." in name or form.run != form.width)
 
 
 def _role_of(name: str, method: str, headers: Mapping[str, StoredTensor]) -> tuple[str, str | None]:

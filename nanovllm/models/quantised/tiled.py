@@ -178,10 +178,11 @@ def placed_linear(linear: QuantisedLinear, device: torch.device) -> nn.Module:
     moved = QuantisedLinear(linear.form, linear.blocks.to(device), linear.bias, dtype=linear.dtype)
     bias = None if linear.bias is None else linear.bias.detach().to(device)
     parts = moved.quantised_parts() if moved.has_parts else None
-    if parts is not None and parts.is_float and parts.num_bits == 8:
-        found: nn.Module | None = _of_floats(parts, bias)
-    else:
-        found = None if parts is None or why_not_packed(device) is not None else tiled_linear(parts, bias, linear.dtype)
+    found: nn.Module | None = None
+    if parts is not None:
+        found = _of_floats(parts, bias) if kind_of(parts) == "float8" else None
+        if found is None and why_not_packed(device) is None:
+            found = tiled_linear(parts, bias, linear.dtype)
     if found is not None:
         return found
     plain: Any = nn.Linear(moved.in_features, moved.out_features, linear.bias is not None, device="meta")
@@ -244,7 +245,7 @@ def tiled_factors(parts: QuantisedParts, dtype: torch.dtype) -> TiledFactors | N
 def kind_of(parts: QuantisedParts) -> str:
     """The kernels' name of the values."""
     if parts.num_bits > 4:
-        return "int8"
+        return "float8" if parts.is_float else "int8"
     return "float4" if parts.is_float else "int4"
 
 

@@ -221,7 +221,7 @@ def _packed(
 def _codes_and_factors(
     linears: Sequence[QuantisedLinear], order: slice | Tensor, device: torch.device
 ) -> tuple[Tensor, QuantisedParts] | None:
-    """Packed codes of all experts, and their parts joined without values; None for kinds that kernels do not have.
+    """Packed codes of all experts, and their parts joined without values; None for parts of several shapes.
 
     Args:
         order: outputs of each expert as they are packed.
@@ -233,8 +233,6 @@ def _codes_and_factors(
     for linear in linears:
         blocks = linear.blocks.to(device)[order]
         parts = QuantisedLinear(linear.form, blocks, dtype=linear.dtype).quantised_parts()
-        if parts.is_float and parts.num_bits == 8:
-            return None
         codes.append(pack_codes(parts.values.view(torch.uint8), kind_of(parts)))
         factors.append(parts._replace(values=parts.values.to("meta")))
     if len({(each.scales.shape, each.num_bits) for each in factors}) > 1:

@@ -8,13 +8,13 @@
 // Set by the caller: NUMBER (dtype), KIND (of codes), ZERO (subtracted from 4-bit integers), SCALE (dtype), SHIFTS, RUN (inputs with one
 // scale: 16, 32, or a multiple of 64; 0 for none).
 
-constexpr int INT4 = 0, FLOAT4 = 1, INT8 = 2;
+constexpr int INT4 = 0, FLOAT4 = 1, INT8 = 2, FLOAT8 = 3;
 constexpr int FLOAT16 = 0, BFLOAT16 = 1, FLOAT = 2;
 constexpr bool IS_HALF = NUMBER == FLOAT16;
 constexpr int NONE = 0, ADDED = 1, SUBTRACTED = 2;
 constexpr u32 ONES = IS_HALF ? 0x3c003c00u : 0x3f803f80u, MINUS_ONES = ONES | 0x80008000u;  // pairs
 constexpr int CHUNK = 64, TILE = 16, STEPS = CHUNK / 16;
-constexpr int VECTORS = KIND == INT8 ? 2 : 1;                          // 16 bytes each, of a lane's chunk
+constexpr int VECTORS = KIND == INT8 || KIND == FLOAT8 ? 2 : 1;        // 16 bytes each, of a lane's chunk
 constexpr int RUNS = RUN == 0 ? 0 : RUN < CHUNK ? CHUNK / RUN : 1;     // of a chunk
 constexpr int STEPS_OF_RUN = RUNS == 0 ? STEPS : STEPS / RUNS;
 constexpr int FACTOR_BYTES = RUNS * 2 * (SCALE == FLOAT ? 4 : 2);      // scales of a lane's two outputs in a chunk
@@ -112,6 +112,14 @@ struct Packed {
                 u32 magnitude = 3 * at <= by ? word << by - 3 * at : word >> 3 * at - by;
                 pairs[at] = masked(magnitude, magnitudes, word << at & 0x80008000u);
                 if constexpr (IS_WHOLE) pairs[at] = fma2(pairs[at], power, 0u);
+            }
+        } else if constexpr (KIND == FLOAT8) {  // likewise, 2^8 or 2^120
+            constexpr u32 power = IS_HALF ? 0x5c005c00u : 0x7b807b80u;
+            constexpr int by = IS_HALF ? 7 : 4;
+#pragma unroll
+            for (int at = 0; at < 4; ++at) {
+                u32 bytes = word_of(vectors[step / 2], step % 2 * 2 + at / 2) >> 8 * (at % 2);
+                pairs[at] = fma2(masked(bytes << by, 0x007f007fu << by, bytes << 8 & 0x80008000u), power, 0u);
             }
         } else {  // the base and the lower bits, less the base and the sign
 #pragma unroll

@@ -13,6 +13,7 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int FACTORS = RUNS == 0 ? 0 : SHIFTS == NONE ? 1 : 2;              // kinds of a chunk's factors
 constexpr int LANE_BYTES = FACTORS * FACTOR_BYTES, CHUNK_BYTES = 32 * (16 * VECTORS + LANE_BYTES);
 constexpr int PAIR = 2;  // chunks that a warp takes at once
+constexpr bool IS_LONG = RUN > 0 && RUN % (PAIR * CHUNK) == 0;  // a pair lies in one run
 
 template <int BYTES> __device__ inline void copy(u32 to, const void *from) {
     if constexpr (BYTES == 16)
@@ -37,7 +38,7 @@ struct Ahead {
         const u32 to = address + (slot * PAIR + of_pair) * CHUNK_BYTES;
 #pragma unroll
         for (int at = 0; at < VECTORS; ++at) copy<16>(to + 512 * at, places.codes + chunk * (VECTORS * 32) + 32 * at);
-        if constexpr (RUNS > 0) {
+        if (RUNS > 0 && !(IS_LONG && of_pair)) {
             constexpr int PIECE = at_most(FACTOR_BYTES, 16);
             const int place = (RUN <= CHUNK ? chunk : chunk / at_least(RUN / CHUNK, 1)) * (8 * FACTOR_BYTES);
 #pragma unroll
@@ -57,7 +58,7 @@ struct Ahead {
         if constexpr (RUNS > 0)
 #pragma unroll
             for (int at = 0; at < FACTOR_WORDS; ++at) {
-                const u32 *words = reinterpret_cast<const u32 *>(from + of_factors());
+                const u32 *words = reinterpret_cast<const u32 *>(from + of_factors() - (IS_LONG ? of_pair * CHUNK_BYTES : 0));
                 packed.scales.words[at] = words[at];
                 if constexpr (SHIFTS != NONE) packed.shifts.words[at] = words[FACTOR_WORDS + at];
             }
@@ -73,10 +74,10 @@ __device__ inline void multiply(float (&sums)[4], const u32 (&one)[4], u32 first
 }
 
 struct Sums {
-    float of[4] = {};
+    float of[4] = {}, products[4], totals[4];  // the last two of a run
 
-    // Add a chunk's products; `place` is the lane's, of its row's inputs.
-    __device__ void add(const Packed &packed, u32 place) {
+    // Add a chunk's products; `place` is the lane's, of its row's inputs. A long run begins and ends with these chunks.
+    __device__ void add(const Packed &packed, u32 place, bool begins, bool ends) {
         u32 inputs[2][4];  // operand B of two steps each
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -85,7 +86,9 @@ struct Sums {
                          : "r"(place + 64 * half));
 #pragma unroll
         for (int run = 0; run < at_least(RUNS, 1); ++run) {
-            float products[4] = {}, totals[4] = {};
+            if (begins)
+#pragma unroll
+                for (int at = 0; at < 4; ++at) products[at] = totals[at] = 0.f;
 #pragma unroll
             for (int step = run * STEPS_OF_RUN; step < (run + 1) * STEPS_OF_RUN; ++step) {
                 u32 numbers[4], first = inputs[step / 2][step % 2 * 2], second = inputs[step / 2][step % 2 * 2 + 1];
@@ -93,7 +96,7 @@ struct Sums {
                 multiply(RUNS == 0 ? of : products, numbers, first, second);
                 if constexpr (SHIFTS != NONE) multiply(totals, {ONES, ONES, ONES, ONES}, first, second);
             }
-            if constexpr (RUNS > 0)
+            if (RUNS > 0 && ends)
 #pragma unroll
                 for (int at = 0; at < 4; ++at) {
                     float scale = packed.scales(run, at / 2);
@@ -214,7 +217,8 @@ extern "C" __global__ __launch_bounds__(THREADS, BLOCKS) void few_packed_rows(co
                 fetch();
 #pragma unroll
                 for (int at = 0; at < PAIR; ++at)
-                    if (chunk + at < chunks) sums.add(packed[at], place + ((chunk + at) * CHUNK - start) * 2);
+                    if (chunk + at < chunks)
+                        sums.add(packed[at], place + ((chunk + at) * CHUNK - start) * 2, !IS_LONG || at == 0, !IS_LONG || at == PAIR - 1);
             }
             auto &own = parts[number % 2];
 #pragma unroll
