@@ -80,7 +80,8 @@ def test_both_replicas_work(llm):
     streams = [llm.stream(prompt, ENDLESS) for prompt in random_prompts(4, seed=6)]
     for stream in streams:
         next(stream)
-    assert [replica.num_running for replica in llm.replicas()] == [2, 2]
+    numbers = [replica.num_running for replica in llm.replicas()]
+    assert sum(numbers) == 4 and all(numbers)
     for stream in streams:
         stream.close()
     assert [replica.num_running for replica in llm.replicas()] == [0, 0]

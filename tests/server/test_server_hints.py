@@ -63,7 +63,7 @@ APIS = {
     "openai": ("/v1/chat/completions", hints.OPENAI, OPENAI, {"max_tokens": 2}),
     "responses": ("/v1/responses", hints.RESPONSES, RESPONSES, {"max_output_tokens": 2}),
     "anthropic": ("/v1/messages", hints.ANTHROPIC, ANTHROPIC, {"max_tokens": 2}),
-    "ollama": ("/api/chat", hints.OLLAMA, OLLAMA, {}),
+    "ollama": ("/api/chat", hints.OLLAMA, OLLAMA, {"options": {"num_predict": 2}}),
     "pooling": ("/v1/embeddings", hints.POOLING, {"": '"input": "x", NEW'}, {}),
 }
 TABLES = [
