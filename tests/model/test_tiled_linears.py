@@ -77,6 +77,11 @@ def test_every_format_has_a_place_on_a_gpu(kind, monkeypatch):
     assert placed.bias is not None
 
 
+def test_scales_that_kernels_cannot_multiply_are_left_to_others():
+    parts = random_layer("FP8 blocks", 32, 256).quantised_parts()
+    assert tiled_linear(parts) is not None and tiled_linear(parts._replace(scales=parts.scales * 1e6)) is None
+
+
 def test_a_weight_is_not_read_or_loaded_by_itself():
     layer = tiled("Q4_1", 32, 256)
     with pytest.raises(Exception, match="quantised"):

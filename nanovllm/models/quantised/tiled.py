@@ -23,6 +23,7 @@ logger = logging.getLogger("nanovllm")
 
 _LONGEST_RUN = 128  # runs with equal scales are joined up to this length
 _LEAST_RUN = 16
+_MOST_SCALE = 2**7  # kernels multiply those of 8-bit floats by 2^120
 _CHUNK = 64  # inputs that the kernels take together, of runs that divide it or are multiples of it
 _TILE = 16  # outputs that the kernels take together
 
@@ -216,7 +217,7 @@ def tiled_linear(
 
 
 def tiled_factors(parts: QuantisedParts, dtype: torch.dtype) -> TiledFactors | None:
-    """Packed factors of parts, which need no values but a shape of them; None for runs without a kernel."""
+    """Packed factors of parts, which need no values but a shape of them; None for runs or scales without a kernel."""
     from nanovllm.fast.kernels.packed_rows import Form, pack_factors
 
     width = parts.values.shape[1]
@@ -236,6 +237,8 @@ def tiled_factors(parts: QuantisedParts, dtype: torch.dtype) -> TiledFactors | N
     else:
         scales = runs.scales * 2 if kind == "float4" else runs.scales  # parts hold half of them
         kept = _dtype_of(scales, shifts, numbers)
+        if kind == "float8" and scales.abs().max() >= _MOST_SCALE:
+            return None
         packed = pack_factors(scales.to(kept), run)
         packed_shifts = None if shifts is None else pack_factors(shifts.to(kept), run)
     units = None if units is None else units.contiguous()  # kernels take no strides

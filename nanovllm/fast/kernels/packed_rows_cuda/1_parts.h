@@ -94,7 +94,7 @@ struct Packed {
     uint4 vectors[VECTORS] = {};
     Factors scales, shifts;
 
-    // Numbers of 16 inputs, as operand A; 4-bit floats without `IS_WHOLE` are 2^-126 of theirs, or 2^-14 in float16.
+    // Numbers of 16 inputs, as operand A; without `IS_WHOLE` 4-bit floats are 2^-126 of theirs (float16 2^-14), 8-bit 2^-120 (2^-8).
     template <bool IS_WHOLE = true> __device__ void numbers(int step, u32 (&pairs)[4]) const {
         constexpr u32 BASE = IS_HALF ? 0x64006400u : 0x43004300u;  // 1024 or 128: its last bits are ones
         if constexpr (KIND == INT4) {
@@ -119,7 +119,8 @@ struct Packed {
 #pragma unroll
             for (int at = 0; at < 4; ++at) {
                 u32 bytes = word_of(vectors[step / 2], step % 2 * 2 + at / 2) >> 8 * (at % 2);
-                pairs[at] = fma2(masked(bytes << by, 0x007f007fu << by, bytes << 8 & 0x80008000u), power, 0u);
+                pairs[at] = masked(bytes << by, 0x007f007fu << by, bytes << 8 & 0x80008000u);
+                if constexpr (IS_WHOLE) pairs[at] = fma2(pairs[at], power, 0u);
             }
         } else {  // the base and the lower bits, less the base and the sign
 #pragma unroll
@@ -134,9 +135,10 @@ struct Packed {
     }
 };
 
-// The weight itself of the lane's places of 16 inputs, rounded once, as operand A.
-__device__ inline void widen(const Packed &packed, int step, u32 (&pairs)[4]) {
-    packed.numbers(step, pairs);
+// The weight itself of the lane's places of 16 inputs, rounded once, or nearly so without `IS_EXACT`, as operand A.
+template <bool IS_EXACT = true> __device__ inline void widen(const Packed &packed, int step, u32 (&pairs)[4]) {
+    constexpr bool HAS_RESTS = !IS_EXACT && !IS_HALF && RUNS > 0 && SCALE == FLOAT && SHIFTS == NONE;
+    packed.template numbers<!(HAS_RESTS && KIND == FLOAT8)>(step, pairs);
     if constexpr (RUNS > 0 && SCALE == NUMBER && SHIFTS != ADDED) {
 #pragma unroll
         for (int at = 0; at < 4; ++at) {
@@ -147,7 +149,13 @@ __device__ inline void widen(const Packed &packed, int step, u32 (&pairs)[4]) {
     } else if constexpr (RUNS > 0)
 #pragma unroll
         for (int at = 0; at < 4; ++at) {
-            float scale = packed.scales(step / STEPS_OF_RUN, at % 2);
+            float scale = packed.scales(step / STEPS_OF_RUN, at % 2) * (HAS_RESTS && KIND == FLOAT8 ? 0x1p120f : 1.f);
+            if constexpr (HAS_RESTS) {  // by what bfloat16 has of a scale, and by its rest
+                u32 most = pair_of(scale, scale);
+                float rest = scale - first_of(most);
+                pairs[at] = fma2(pairs[at], most, fma2(pairs[at], pair_of(rest, rest), 0u));
+                continue;
+            }
             float shift = SHIFTS != NONE ? packed.shifts(step / STEPS_OF_RUN, at % 2) : 0.f;
             auto widened = [&](float number) {
                 return SHIFTS == SUBTRACTED ? (number - shift) * scale : fmaf(number, scale, shift);
@@ -162,7 +170,6 @@ struct Weights {
     const unsigned char *shifts;    // likewise, added behind scales, or zero points
     const float *units;             // [outputs] that products are multiplied with, or null
     int outputs, width, chunks, groups;
-
 };
 
 // A lane's places in a tile's parts.

@@ -4,7 +4,7 @@
 //     rows ──(copies, steps ahead)──> shared memory ──┴─> sums ──(warpgroups, blocks of a cluster)──> outputs
 //
 // A block has GROUPS * 64 outputs. PARTS warpgroups of each divide the depth, step by step, as do blocks of a cluster.
-// Warps that share inputs may be two steps apart, so that some widen weights while others multiply.
+// Warps that share inputs may be some steps apart, so that some widen weights while others multiply.
 //
 // Set by the caller: ROWS (32, 64 or 128), GROUPS, PARTS, SLOTS (steps of inputs in shared memory, 3 or 4).
 
@@ -12,7 +12,7 @@ constexpr int THREADS = 128 * GROUPS * PARTS, OUTPUTS = 64 * GROUPS;
 constexpr int WIDE = at_most(ROWS, 64), PIECES = ROWS / WIDE;  // rows of an instruction, instructions
 constexpr int CHUNKS = ROWS <= 64 ? 2 : 1;  // of a step
 constexpr int CHUNK_BYTES = ROWS * CHUNK * 2, SLOT_BYTES = CHUNKS * CHUNK_BYTES;
-constexpr int AHEAD = 2;  // steps of a warp on their way
+constexpr int AHEAD = ROWS <= 64 ? 1 : 2;  // steps of a warp on their way
 constexpr int BARRIERS = PARTS * SLOTS * SLOT_BYTES;  // place in shared memory
 
 __device__ inline void multiply(float (&sums)[16], const u32 (&left)[4], u64 right) {
@@ -121,7 +121,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void more_packed_rows(const Cal
             copy(number + AHEAD);
             u32 left[CHUNKS][STEPS][4];
 #pragma unroll
-            for (int place = 0; place < STEPS; ++place) widen(ahead[at][0], place, left[0][place]);
+            for (int place = 0; place < STEPS; ++place) widen<false>(ahead[at][0], place, left[0][place]);
             await(full + 8 * slot, number / SLOTS & 1);
             __syncwarp();
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -129,7 +129,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void more_packed_rows(const Cal
             for (int of_step = 0; of_step < CHUNKS; ++of_step) {
 #pragma unroll
                 for (int place = 0; place < STEPS && of_step > 0; ++place)
-                    widen(ahead[at][of_step], place, left[of_step][place]);
+                    widen<false>(ahead[at][of_step], place, left[of_step][place]);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
                 u64 right = operand(slots + slot * SLOT_BYTES + of_step * CHUNK_BYTES);
 #pragma unroll
