@@ -39,7 +39,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave their core to other processes
 SWITCH_SECONDS = sys.getswitchinterval()
 MAX_PROCESSES = 4  # each has up to 2 GiB
-MAX_PROCESSES_OF_A_GPU = 6
+MAX_PROCESSES_OF_A_GPU = 12
 GPU_FOLDER = os.path.join(os.path.dirname(__file__), "gpu")
 # What takes longest begins first, so that no core waits at the end for a file that began late.
 LONGEST = (

@@ -229,21 +229,22 @@ def test_hybrids_answer_the_same_in_any_schedule(class_name):
 
 def test_blocks_return_from_host_memory_with_their_scales(folder):
     tight = {"num_kv_blocks": 20, "max_model_len": 230, "block_size": 16, "prefix_cache_host_bytes": 2**26}
-    found, stats = answers(folder, prompts()[8:], 3, **tight)
+    found, stats = answers(folder, certain_prompts()[8:], 3, **tight)
     assert found == 3 * [expected("qwen3")[8:]]
     assert stats.tiers.num_loaded_blocks > 0
 
 
 def test_default_memory_leaves_room_for_widened_chunks(folder):
     """The pool takes the memory that is left; prompts of its whole length fit beside it."""
-    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", gpu_memory_utilization=0.2, **OPTION) as llm:
+    free, total = torch.cuda.mem_get_info()
+    share = 1 - free / total + 0.1  # of what others have on this GPU, and of this engine
+    with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", gpu_memory_utilization=share, **OPTION) as llm:
         executor = llm._engine.model_runner.executor
         memory = executor.backend._widened._memory
         taken = sum(llm._engine.model_runner.binding.caches.group_bytes.values())
         assert memory.nbytes < 1.05 * taken
         llm.generate(prompts(), GREEDY, use_tqdm=False)
-        free, total = torch.cuda.mem_get_info()
-        assert total - free < 0.2 * total + 2**30
+        assert torch.cuda.memory_reserved() < 0.1 * total + 2**30
 
 
 def prompt_logprobs(folder, **options):
