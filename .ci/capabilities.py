@@ -45,6 +45,11 @@ GAINS = {
         "2026-11-26",
     ),
     "features.kv_fp8": ("32 requests at 16,000: a step 1.31 times as fast", "gpu.md#8-bit-k-and-v", "2026-11-29"),
+    "features.media": (
+        "64 requests with pictures 3.41 times as fast as `transformers`",
+        "gpu.md#pictures",
+        "2026-11-30",
+    ),
     "features.ranks": ("two GPUs: one request 1.45, W1 1.53 times as fast", "gpu.md#two-gpus", "2026-11-23"),
     "features.speculation": (
         "edits of a text 2.99 times as fast",

@@ -82,11 +82,11 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 524_600
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 589_400
-    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 52_720
+    yield "package: tokens", num_tokens(PYTHON), 535_000
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 601_900
+    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 54_500
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 8_966
-    yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_146
+    yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213
     yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.82
     parallel = 1_000 * num_parallel_assignments(PYTHON) / num_code_lines(PYTHON)
     yield "parallel assignments in 1,000 lines of code", round(parallel, 1), 4

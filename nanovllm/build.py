@@ -86,6 +86,9 @@ def build_engine(
         add_drafts = _part("features.speculation.build", "add_drafts", option="speculation")
         add_drafts(scheduler, model_runner, input_processor, observers, _draft_model)
     engine = Engine(model_runner, scheduler, input_processor, observers)
+    has_encoder = hasattr(binding.model.base_model, "get_image_features")
+    if has_encoder and (add_pictures := _part("features.media.steps", "add_pictures")):
+        add_pictures(engine)
     if has_tiers:
         _open_tiers(engine, hash_seed, digest, publisher)
     return _frozen(engine)
@@ -263,9 +266,8 @@ def resolve_options(
     max_model_len = config.max_model_len
     num_positions = loaded.max_position_embeddings if layers else loaded.num_positions(max_model_len)
     longest = max_model_len or num_positions
-    within = _part("features.groups.state_kinds", "traits_within")
-    if within is not None and longest is not None:  # a window that holds the longest sequence hides nothing
-        layers[:] = [replace(layer, traits=within(layer.traits, longest)) for layer in layers]
+    if longest is not None and (widen := _part("features.groups.state_kinds", "widen")):
+        widen(layers, longest)
     if _asks(config, "kv_cache_dtype"):
         _part("features.kv_fp8.fp8_format", "use_format")(binding, config)
     config = binding.mixers.fitted(config, device.type).resolve_limits(device.type, num_positions)

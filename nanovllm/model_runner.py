@@ -252,7 +252,7 @@ class ModelRunner:
         pools.allocate(binding.caches, config.block_size)
         self.executor = paths.build_executor(self)
         self.backend = self.executor.backend
-        self._launch: Callable[..., Callable[[], Tensor]] = self.executor.launch
+        self.launch_step: Callable[..., Callable[[], Tensor]] = self.executor.launch
         paths.prepare(self)
         logger.info(
             "KV cache: %d blocks = %d tokens, %.2f GiB; at most %d requests of max_model_len (%d tokens)",
@@ -284,7 +284,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 self.follow_last_stream()
             masks: Any = self.backend.plan(layout)  # the blocks that each row sees
-            draw = self._launch(batch, layout, masks, report)
+            draw = self.launch_step(batch, layout, masks, report)
         except RuntimeError as error:
             raise_device_error(error)
         self._in_flight = {sequence: index for index, sequence in enumerate(batch.sampling)}

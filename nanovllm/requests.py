@@ -111,7 +111,6 @@ def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool = 
 
 Prompt = str | SequenceABC[int] | Mapping[str, Any]
 
-PROMPT_FORMS = ("prompt", "prompt_token_ids")  # keys of a prompt that is a dictionary
 OPTION_KINDS: tuple[tuple[str, Any, str], ...] = (  # (option of a request, its type, the type's name in errors)
     ("sampling_params", SamplingParams, "SamplingParams"),
     ("priority", numbers.Integral, "a whole number"),
@@ -164,6 +163,10 @@ class RequestParts:
         Raises PromptTooLongError if `limit` is reached before the end of the text.
         """
         return whole(text)
+
+    def plain(self, prompt: Any, tokenize: Callable[..., list[int]]) -> Any:
+        """Text or token ids of a prompt, which may have further forms; raises TypeError or ValueError for another."""
+        return prompt
 
     params: type[SamplingParams] = SamplingParams
     detokenizer: Callable[..., IncrementalDetokenizer] = staticmethod(plain_detokenizer)
@@ -258,7 +261,7 @@ class InputProcessor:
             try:
                 _check_options(params, own_priority, salt, own_timeout, own_client)
                 params = self.parts.completed(params)
-                prompt = _plain_prompt(prompt) if isinstance(prompt, Mapping) else prompt
+                prompt = self.parts.plain(prompt, self.tokenize)
                 token_ids = self._token_ids(prompt, params)
                 check_prompt(token_ids, self.limits.vocab_size, self.config.max_model_len)
                 if id(params) not in prepared:
@@ -324,20 +327,6 @@ class InputProcessor:
             if isinstance(item, bool) or not isinstance(item, numbers.Integral):
                 raise TypeError(f"a prompt's token ids must be whole numbers, not {item!r}.")
         return [int(item) for item in items]
-
-
-def _plain_prompt(given: Mapping[str, Any]) -> Any:
-    """Text or token ids of {"prompt": ...} or {"prompt_token_ids": ...}; raises TypeError for anything else."""
-    values = {name: value for name, value in given.items() if value is not None}
-    for name in values:
-        if name not in PROMPT_FORMS:
-            raise TypeError(
-                f"a prompt has the key {name!r}; it is a string, a list of token ids, or a dictionary with one of them "
-                f"as {' or '.join(PROMPT_FORMS)}. Give options of a request by their keywords."
-            )
-    if not values:
-        raise TypeError(f"a prompt is a dictionary without {' or '.join(PROMPT_FORMS)}; give one of them.")
-    return values.get("prompt_token_ids", values.get("prompt"))
 
 
 def _as_list(values: Any) -> list[Any]:

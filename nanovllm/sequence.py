@@ -100,6 +100,7 @@ class Sequence:
     group_tables: Any = None  # `GroupTables`, with several cache groups
     block_hashes: list[bytes] = field(default_factory=list)  # hash chain of the full blocks, extended when needed
     samples: SequenceABC[Sequence] = ()  # all samples of its request, if there are several
+    media: Any = field(init=False)  # `Media`, the pictures of its prompt
 
     drafting: Any = None  # state of its drafts, which `speculation` sets
     draft: tuple[int, ...] = ()  # guesses at its tokens in flight, which the step that computes them verifies
@@ -130,6 +131,7 @@ class Sequence:
         self.client = request.client
         self.bad_words = request.bad_words
         self.token_ids = array("i", request.prompt_token_ids)
+        self.media = getattr(request.prompt_token_ids, "media", None)
         self.num_prompt_tokens = self.num_known_tokens = len(self.token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_num_tokens = self.num_prompt_tokens + min(params.max_tokens or room, room)
@@ -189,8 +191,13 @@ class Sequence:
         return ((group, block) for group, table in enumerate(tables) for block in table)
 
     def block_tokens(self, index: int, block_size: int) -> bytes:
-        """The int32 token ids of block `index`, as bytes; short if the block is not full."""
-        return self.token_ids[index * block_size : (index + 1) * block_size].tobytes()
+        """The int32 token ids of block `index`, as bytes, and then the identity of the pictures in it.
+
+        Short if the block is not full.
+        """
+        first = index * block_size
+        tokens = self.token_ids[first : first + block_size].tobytes()
+        return tokens if self.media is None else tokens + self.media.identity(first, first + block_size)
 
     def cut(self, num_tokens: int) -> None:
         """Drop known tokens beyond `num_tokens`; none may be in flight."""

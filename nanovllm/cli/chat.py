@@ -40,8 +40,8 @@ LAST_CONVERSATION = "last_conversation.json"
 NOT_FOR_CHAT = {"n", "logprobs", "prompt_logprobs"}
 DESCRIPTION = """
 Talk to the model. At a terminal the prompt is there while the model is loaded, answers are drawn as Markdown unless
-NO_COLOR is set, and /help lists the commands: /continue, /retry, /system, /set, /show, /model, /copy, /save, /load,
-/reset, /clear, /exit. From a pipe each line is a message.
+NO_COLOR is set, and /help lists the commands: /continue, /retry, /image, /system, /set, /show, /model, /copy, /save,
+/load, /reset, /clear, /exit. From a pipe each line is a message.
 """
 
 

@@ -19,6 +19,7 @@ from nanovllm.features.sampling_params import SamplingParams
 HELP = '''\
 /continue          go on with an answer that a limit or Ctrl-C cut
 /retry             answer the last message again
+/image FILE        a picture before the next message; may be given again, /image - takes them back
 /system TEXT       the system prompt, from the next answer on; without TEXT shows it, /system - removes it
 /set NAME VALUE    a sampling option, such as /set temperature 0.7; /set NAME - takes its default, /set shows all
 /show              the model, its context, the options and the messages
@@ -61,10 +62,11 @@ class Conversation:
     sampling: dict[str, Any]
     show: Callable[[str], None]
     confirm: Callable[[str], bool] | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)  # files of pictures of the next message
     further: dict[str, Callable[[str], None]] = field(default_factory=dict)
     given: dict[str, Any] = field(init=False)  # the options at the start
-    _replaced: list[dict[str, str]] = field(init=False, default_factory=list)  # last exchange, during a /retry
+    _replaced: list[dict[str, Any]] = field(init=False, default_factory=list)  # last exchange, during a /retry
     _failed: str | None = field(init=False, default=None)  # the last message, if it has no answer
 
     def __post_init__(self) -> None:
@@ -90,8 +92,8 @@ class Conversation:
         if name == "retry":
             return self._retry()
         commands = {
-            "help": self._help, "system": self._system, "set": self._set, "save": self._save, "load": self._load,
-            "reset": self.reset,
+            "help": self._help, "image": self._image, "system": self._system, "set": self._set, "save": self._save,
+            "load": self._load, "reset": self.reset,
         } | self.further  # fmt: skip
         if name not in commands:
             near = difflib.get_close_matches(name, [*commands, "retry", "exit"], n=1)
@@ -100,10 +102,15 @@ class Conversation:
         commands[name](rest)
         return None
 
-    def with_question(self, question: str) -> list[dict[str, str]]:
+    def with_question(self, question: str) -> list[dict[str, Any]]:
         """Return the messages for the chat template."""
+        asked = {"role": "user", "content": question, "images": self.images}
+        return [_with_pictures(message) for message in (*self._stored(), asked)]
+
+    def _stored(self) -> list[dict[str, Any]]:
+        """The messages as a file has them: a text and files of pictures each."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return [*system, *self.messages, {"role": "user", "content": question}]
+        return [*system, *self.messages]
 
     def restore(self, question: str | None = None) -> None:
         """Restore the exchange that a failed /retry removed; /retry then asks `question`, which has no answer."""
@@ -117,7 +124,10 @@ class Conversation:
         is_same = bool(self._replaced) and self._replaced[1]["content"] == answer
         self._replaced = []
         self._failed = None
-        self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        pictures = {"images": self.images} if self.images else {}
+        self.images = []
+        asked = {"role": "user", "content": question} | pictures
+        self.messages += [asked, {"role": "assistant", "content": answer}]
         return is_same
 
     def load(self, path: Path) -> None:
@@ -139,11 +149,14 @@ class Conversation:
             )
         self.reset()
         self.system = texts[0] if num_system else None
-        self.messages = [{"role": role, "content": text} for role, text in zip(turns, texts[num_system:], strict=True)]
+        self.messages = [
+            {key: message[key] for key in ("role", "content", "images") if key in message}
+            for message in messages[num_system:]
+        ]
 
     def save(self, path: Path, mode: int = 0o666) -> int:
         """Write the conversation to a file; returns the number of messages."""
-        messages = self.with_question("")[:-1]
+        messages = self._stored()
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False, indent=1) + "\n")
         return len(messages)
@@ -152,10 +165,21 @@ class Conversation:
 
     def reset(self, _: str = "") -> None:
         self.messages.clear()
+        self.images = []
         self._failed = None
 
     def _help(self, _: str) -> None:
         self.show(HELP)
+
+    def _image(self, file: str) -> None:
+        if file == "-":
+            self.images = []
+            return
+        path = str(Path(file).expanduser())
+        if not os.path.isfile(path):
+            raise ValueError(f"/image needs the file of a picture, such as /image cat.png, not {file!r}.")
+        self.images = [*self.images, path]
+        self.show(f"pictures of the next message: {', '.join(self.images)}")
 
     def _system(self, text: str) -> None:
         if not text:
@@ -170,6 +194,7 @@ class Conversation:
             raise ValueError("there is no message to answer again.")
         self._replaced = self.messages[-2:]
         del self.messages[-2:]
+        self.images = self._replaced[0].get("images", [])
         return str(self._replaced[0]["content"])
 
     def _load(self, file: str) -> None:
@@ -216,6 +241,14 @@ class Conversation:
             options[name] = _value(name, word, fields[name])
         SamplingParams(**options)
         self.sampling = options
+
+
+def _with_pictures(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as the chat template gets it: its pictures are parts before its text."""
+    role, content, images = message["role"], message["content"], message.get("images")
+    if images:
+        content = [*({"type": "image", "image": path} for path in images), {"type": "text", "text": content}]
+    return {"role": role, "content": content}
 
 
 def _value(name: str, word: str, kind: str) -> Any:

@@ -123,7 +123,7 @@ def _cache_bytes(config: EngineConfig, sizes: ModelSizes, device: str, available
     from nanovllm.fast.gpu.memory import GPU_RESERVE_BYTES  # imports torch
     from nanovllm.fast.host.memory import MAX_DEFAULT_CPU_CACHE_BYTES
 
-    left = available - sizes.weight_bytes
+    left = available - sizes.weight_bytes - sizes.picture_bytes
     if config.kv_cache_memory_bytes is not None:
         return min(config.kv_cache_memory_bytes, left)
     return left - GPU_RESERVE_BYTES - STEP_BYTES if device == "cuda" else min(MAX_DEFAULT_CPU_CACHE_BYTES, left // 2)
@@ -187,6 +187,7 @@ def _about(model: str, sizes: ModelSizes, device: str, available: int, cache_byt
     return [
         f"{model}: {sizes.architecture}{count}, {sizes.dtype}",
         f"weights       {_gigabytes(sizes.weight_bytes)}{stored}",
+        *([f"pictures      features of up to {_gigabytes(sizes.picture_bytes)}"] if sizes.picture_bytes else []),
         f"KV per token  {sizes.kv_token_bytes:,} bytes in {len(sizes.kv_layers)} layers{kept}",
         f"memory        {_gigabytes(available)} are available on this {place}",
         f"KV cache      {_gigabytes(max(0, cache_bytes))}; kv_cache_memory_bytes sets another size",

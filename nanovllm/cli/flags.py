@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -133,6 +134,22 @@ def _weight(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form CLIENT=WEIGHT, such as batch=0.25") from None
 
 
+def _limit(text: str) -> tuple[str, int]:
+    name, _, value = text.partition("=")
+    try:
+        return name, int(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form image=NUMBER, such as image=4") from None
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=JSON, such as max_pixels=1003520") from None
+
+
 def _policy(text: str) -> tuple[str, str]:
     from nanovllm.features.policies.opening import kind_of  # a command without this flag imports no policies
 
@@ -170,8 +187,20 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "LogitsProcessor": _function,
 }
 # Parsers of entries and their forms, by the type of their key.
-_PAIRS: dict[str, Callable[[str], Any]] = {"int": _bias, "str": _weight, "PolicyKind": _policy}
-_PAIR_METAVARS = {"int": "TOKEN_ID=BIAS", "str": "CLIENT=WEIGHT", "PolicyKind": "MODULE:CLASS"}
+_PAIRS: dict[str, Callable[[str], Any]] = {
+    "int": _bias,
+    "str": _weight,
+    "PolicyKind": _policy,
+    "Modality": _limit,
+    "ProcessorOption": _argument,
+}
+_PAIR_METAVARS = {
+    "int": "TOKEN_ID=BIAS",
+    "str": "CLIENT=WEIGHT",
+    "PolicyKind": "MODULE:CLASS",
+    "Modality": "image=NUMBER",
+    "ProcessorOption": "NAME=JSON",
+}
 _METAVARS = {"Seconds": "TIME", "int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -62,6 +63,9 @@ def add_generate_command(commands: Any) -> None:
     templates.add_argument("--raw", action="store_true", help="complete texts as they stand, without a chat template")
     templates.add_argument("--chat", action="store_true", help="refuse a model that has no chat template")
     generate.add_argument("--system", metavar="TEXT", help="system prompt, for texts and the chat template")
+    generate.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="a picture before each text; may be given again"
+    )
     generate.add_argument("--json", action="store_true", help="print one JSON object a line instead of text")
     generate.add_argument(
         "--as-completed", action="store_true",
@@ -128,12 +132,16 @@ def _own_options(
 
 def _check_templates(requests: Sequence[Request], options: argparse.Namespace) -> None:
     """Raise ValueError for chat template flags without effect on a request."""
+    for path in options.image:
+        if not os.path.isfile(path):
+            raise ValueError(f"--image {path}: there is no such file.")
     for number, request in enumerate(requests, 1):
         if isinstance(request.prompt, str):
             continue
-        if options.system is not None:
-            kind = "a conversation, which has its own messages" if request.is_conversation else "token ids"
-            raise ValueError(f"--system is for texts, but request {number} is {kind}. Leave --system out.")
+        for flag in ("system", "image"):
+            if getattr(options, flag) not in (None, []):
+                kind = "a conversation, which has its own messages" if request.is_conversation else "token ids"
+                raise ValueError(f"--{flag} is for texts, but request {number} is {kind}. Leave --{flag} out.")
         if options.chat and not request.is_conversation:
             raise ValueError(f"--chat applies the chat template to text, not to {request.prompt!r}. Leave --chat out.")
 
@@ -155,9 +163,10 @@ def _as_prompt(llm: LLM, request: Request, options: argparse.Namespace) -> Any:
         return given
     must_chat = options.chat or options.system is not None
     if options.raw or not (must_chat or getattr(llm.tokenizer, "chat_template", None)):
-        return given
+        return {"prompt": given, "multi_modal_data": {"image": options.image}} if options.image else given
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return llm.apply_chat_template([*system, {"role": "user", "content": given}])[0]
+    parts = [*({"type": "image", "image": path} for path in options.image), {"type": "text", "text": given}]
+    return llm.apply_chat_template([*system, {"role": "user", "content": parts if options.image else given}])[0]
 
 
 def _shows_progress(options: argparse.Namespace, num_prompts: int) -> bool:

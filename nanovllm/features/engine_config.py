@@ -28,7 +28,9 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 QUANTIZATIONS = ("auto", *ABOUT_CHECKPOINTS, *QUANTISED_ON_LOAD)
 AUTO_GOAL = "auto"
 Seconds = float  # its flags take units: 50ms
+Modality = str  # its flag counts
 PolicyKind = str  # its flag tells it by the policy's methods
+ProcessorOption = str  # its flag takes JSON
 
 
 def _goal(name: str, value: Any) -> Any:
@@ -165,6 +167,18 @@ class _InOrder:
         "auto",
         "form in which the chat template gets a message's content: string, parts, or auto (what it reads).",
         check=partial(one_of, choices=("auto", "string", "parts")),
+    )
+    limit_mm_per_prompt: dict[Modality, int] | None = option(
+        None,
+        "most pictures of a prompt, such as {'image': 4}. None: 64.",
+        check=option_checks.picture_limit,
+        needs="features.media.reading",
+    )
+    mm_processor_kwargs: dict[ProcessorOption, Any] | None = option(
+        None,
+        "arguments of the model's image processor, such as {'max_pixels': 1003520}.",
+        check=option_checks.named_values,
+        needs="features.media.reading",
     )
     record_itl: bool
     seed: int

@@ -43,6 +43,8 @@ class EngineOptions(TypedDict, total=False):
     allow_control_tokens_in_messages: bool
     chat_template: str | None
     chat_template_content_format: str
+    limit_mm_per_prompt: dict[str, int] | None
+    mm_processor_kwargs: dict[str, Any] | None
     record_itl: bool
     seed: int
     kv_events: str | None

@@ -86,6 +86,18 @@ def policies(name: str, value: Any) -> FrozenDict[str, Any]:
     return FrozenDict(value)
 
 
+def picture_limit(name: str, value: Any) -> FrozenDict[str, int]:
+    if not isinstance(value, Mapping) or value.keys() != {"image"}:
+        raise ValueError(f"{name} is {value!r}; it must be the most pictures of a prompt, such as {{'image': 4}}.")
+    return FrozenDict({"image": integer(f"image of {name}", value["image"], 0)})
+
+
+def named_values(name: str, value: Any) -> FrozenDict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name} must map names to values, not {value!r}.")
+    return FrozenDict(value)
+
+
 def functions(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     found = (value,) if callable(value) else items(name, value, "a function or a list of them")
     for item in found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable, Sequence
-from typing import overload
+from typing import Any, overload
 
 from nanovllm.block_manager import digest, root_hash
 
@@ -34,6 +34,7 @@ class PromptHashes(Sequence[bytes]):
         self._root = hash_seed, cache_salt
         self._known = [] if known is None else known
         self._length = max(0, len(self._token_ids) - 1) // block_size
+        self._media: Any = getattr(token_ids, "media", None)
 
     def __len__(self) -> int:
         return self._length
@@ -55,7 +56,8 @@ class PromptHashes(Sequence[bytes]):
         while len(known) <= index:
             first = len(known) * size
             parent = known[-1] if known else root_hash(*self._root)
-            known.append(digest(parent + self._token_ids[first : first + size].tobytes()))
+            pictures = b"" if self._media is None else self._media.identity(first, first + size)
+            known.append(digest(parent + self._token_ids[first : first + size].tobytes() + pictures))
         return known[index]
 
 

@@ -17,6 +17,7 @@ from nanovllm.models.source import WEIGHT_PATTERNS, is_gguf
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTISED_BYTES = {"int8": 1.0, "int4": 20 / 32, "fp8": 1.0}  # a weight, scales included
+PICTURE_BYTES = 2**30  # most bytes of the features that an engine keeps of pictures
 KV_BYTES = {"fp8": (1, 4)}  # a value, and the scale of a head's row
 WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -29,6 +30,7 @@ class ModelSizes:
     weight_bytes: bytes of the weights in memory, in `dtype` or quantised; for a GGUF file, its bytes on disk.
     stored: format and bits of a quantised checkpoint; empty for plain weights. stored_bytes: bytes of its files.
     kv_layers: (window or chunk in tokens, None for full attention; bytes per token) of each layer with its own K and V.
+    picture_bytes: most bytes of features of pictures, on top of the KV cache.
     """
 
     architecture: str
@@ -39,6 +41,7 @@ class ModelSizes:
     kv_layers: tuple[tuple[int | None, int], ...]
     stored: str = ""
     stored_bytes: int = 0
+    picture_bytes: int = 0
 
     @property
     def kv_token_bytes(self) -> int:
@@ -94,9 +97,10 @@ def read_sizes(
     name = next(iter(config.get("architectures") or ()), str(config.get("model_type")))
     layers = kv_layers(text, *KV_BYTES.get(kv_cache_dtype, (DTYPE_BYTES[dtype],)))
     stored = "" if checkpoint is None else str(checkpoint)
+    pictures = PICTURE_BYTES if "vision_config" in config else 0
     num_kept, kept_bytes = kept if is_kept else (0, 0)
     num_bytes = kept_bytes + math.ceil((num_weights - num_kept) * each)
-    return ModelSizes(name, dtype, num_weights, num_bytes, _positions(text), layers, stored, stored_bytes)
+    return ModelSizes(name, dtype, num_weights, num_bytes, _positions(text), layers, stored, stored_bytes, pictures)
 
 
 def _sizes_of_gguf(source: str, dtype: str, quantization: str | None, kv_cache_dtype: str) -> ModelSizes:

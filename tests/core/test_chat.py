@@ -85,7 +85,7 @@ def test_messages_may_have_every_spelling(llm, message, shown):
 
 @pytest.mark.parametrize("message, words", [
     ({"role": "user", "content": 3}, r"messages\[1\].content must be a string or a list"),
-    ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[1\].content\[0\] .* text alone"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, r"messages\[1\].content\[0\]: .* data URL"),
     ({"role": "assistant", "tool_calls": [{"id": "a"}]}, r"messages\[1\].tool_calls\[0\]"),
     ({"role": "user"}, "a conversation is a list of"),
 ])  # fmt: skip

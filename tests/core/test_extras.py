@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Names to import of distributions that are called otherwise.
 DISTRIBUTIONS = {
-    "markdown_it": "markdown-it-py", "prometheus_client": "prometheus-client", "zmq": "pyzmq",
+    "markdown_it": "markdown-it-py", "PIL": "pillow", "prometheus_client": "prometheus-client", "zmq": "pyzmq",
     "opentelemetry": "opentelemetry-sdk", "opentelemetry.sdk": "opentelemetry-sdk",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry-exporter-otlp-proto-http",
 }  # fmt: skip

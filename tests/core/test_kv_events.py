@@ -212,6 +212,15 @@ def test_a_block_of_another_prompt_parts_a_chain_in_order():
     assert [event["type"] for event in events] == ["BlockStored", "BlockRemoved", "BlockStored"]
 
 
+def test_blocks_with_pictures_name_what_identifies_them():
+    first, second, third = PromptHashes([*A, *B, *C, 9], 4)
+    pictured = Findable(second, first, bytes(16) + b"picture", "")
+    events = in_schema([findable(first), pictured, findable(third, second)], block_size=4)
+    assert [len(event["token_ids"]) for event in events] == [4, 8]
+    assert events[1]["block_size"] == 4 and events[1]["extra_keys"] == [[b"picture".hex()], None]
+    assert "extra_keys" not in events[0] and events[1]["parent_block_hash"] == as_number(first)
+
+
 def test_states_are_told_from_the_blocks_after_which_they_are():
     """A router that counts hits of such a model needs both."""
     (first, second), kinds = PromptHashes([*A, *B, 9], 4), ["full_attention", "mamba"]

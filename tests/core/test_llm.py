@@ -17,7 +17,17 @@ def test_a_string_gives_one_output_with_its_text_decoded():
         (output,) = generate(shared_llm(), prompt)
         assert (output.prompt, output.prompt_token_ids) == (text, tiny_tokenizer()(text)["input_ids"])
         assert output.outputs[0].text == tiny_tokenizer().decode(output.outputs[0].token_ids, skip_special_tokens=True)
+    (output,) = generate(shared_llm(), {"prompt_token_ids": [5, 6]})
+    assert (output.prompt, output.prompt_token_ids) == (None, [5, 6])
     assert list(shared_llm().as_completed([])) == []
+
+
+@pytest.mark.parametrize(
+    "prompt, error", [({"text": "a"}, "the key 'text'"), ({"prompt": None}, "a dictionary without")]
+)
+def test_a_dictionary_that_is_no_prompt_is_refused(prompt, error):
+    with pytest.raises(TypeError, match=error):
+        generate(shared_llm(), prompt)
 
 
 def test_the_llm_of_the_engine_alone_answers_and_streams_as_the_public_one():

@@ -1,6 +1,7 @@
 """What a type checker finds: unknown engine options, values of another type, misspelt finish reasons."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,12 +37,8 @@ def test_the_options_of_type_checkers_are_those_of_the_engine():
     written = EngineOptions.__annotations__
     assert list(written) == list(declared)
     for name, field in declared.items():
-        kind = (
-            str(field.type)
-            .replace("Seconds | Any", "float | str")
-            .replace("Seconds", "float")
-            .replace("PolicyKind", "str")
-        )
+        kind = str(field.type).replace("Seconds | Any", "float | str").replace("Seconds", "float")
+        kind = re.sub("PolicyKind|Modality|ProcessorOption", "str", kind)
         is_optional = field.default is None and not kind.endswith("| None")
         assert written[name].__forward_arg__ == kind + " | None" * is_optional, name
 

@@ -44,14 +44,14 @@ def without_tokenizer():
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
-def test_a_prompt_may_be_text_token_ids_or_a_dictionary_of_one_of_them(llm: LLM):
+def test_a_prompt_may_be_text_or_token_ids(llm: LLM):
     ids = llm.tokenizer("abc")["input_ids"]
-    forms = ["abc", ids, tuple(ids), np.array(ids), torch.tensor(ids), {"prompt": "abc"}, {"prompt_token_ids": ids}]
+    forms = ["abc", ids, tuple(ids), np.array(ids), torch.tensor(ids)]
     outputs = generate(llm, [*forms, [np.int64(each) for each in ids]])
-    assert [output.prompt_token_ids for output in outputs] == [ids] * 8
-    assert [output.prompt for output in outputs] == ["abc", None, None, None, None, "abc", None, None]
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 6
+    assert [output.prompt for output in outputs] == ["abc", *[None] * 5]
     assert len({tuple(tokens) for tokens in token_ids(outputs)}) == 1
-    for alone in ("abc", ids, {"prompt": "abc"}, iter([ids])):
+    for alone in ("abc", ids, iter([ids])):
         assert token_ids(generate(llm, alone)) == token_ids(outputs)[:1]
     assert generate(llm, []) == []
 
@@ -79,8 +79,6 @@ def test_the_beginning_of_a_prompt_is_cut_off_where_the_request_says_so(llm: LLM
     ([[1, 300]], {}, ValueError, "token id 300, outside the vocabulary of 258"),
     ([[-1]], {}, ValueError, "token id -1"),
     ([[1] * 128], {}, PromptTooLongError, "128 tokens"),
-    ({"text": "a"}, {}, TypeError, "the key 'text'"),
-    ({"prompt": None}, {}, TypeError, "a dictionary without"),
     ("\ud800", {}, ValueError, "surrogate|UTF-8"),
     ([[1]], {"unknown": 1}, TypeError, "unknown"),
     ([[1], [2]], {"priority": [1]}, ValueError, "priority has 1 entries for 2 prompts"),

@@ -82,11 +82,11 @@ class LateExecutor:
 
     def __init__(self, llm):
         self._runner = llm._engine.model_runner
-        self._launch = self._runner._launch
+        self._launch = self._runner.launch_step
         self._threads = MaskThreads(2)
         self.late_draw = LateDraw()
         self.num_late = self.num_failures = 0
-        self._runner._launch = self.launch
+        self._runner.launch_step = self.launch
 
     def launch(self, batch, layout, plan, report):
         if self.num_failures:

@@ -226,7 +226,7 @@ def test_filters_do_not_make_the_host_wait():
     )]  # fmt: skip
     with open_llm() as llm:
         expected = answers(llm, [[5, 6, 7]] * 5, params)  # captures what is needed
-        launch = llm._engine.model_runner._launch
+        launch = llm._engine.model_runner.launch_step
 
         def checked(run, *arguments):
             torch.cuda.set_sync_debug_mode("error")
@@ -235,7 +235,7 @@ def test_filters_do_not_make_the_host_wait():
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        llm._engine.model_runner._launch = lambda *step: functools.partial(checked, checked(launch, *step))
+        llm._engine.model_runner.launch_step = lambda *step: functools.partial(checked, checked(launch, *step))
         assert answers(llm, [[5, 6, 7]] * 5, params) == expected
 
 

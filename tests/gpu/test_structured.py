@@ -193,7 +193,7 @@ def test_structured_steps_do_not_make_the_host_wait(folder):
     prompts, params = ([values[n] for n in chosen] for values in requests())
     with open_llm(folder) as llm:
         expected = answers(llm, prompts, params)  # captures what is needed
-        launch = llm._engine.model_runner._launch
+        launch = llm._engine.model_runner.launch_step
 
         def checked(run, *arguments):
             torch.cuda.set_sync_debug_mode("error")
@@ -202,7 +202,7 @@ def test_structured_steps_do_not_make_the_host_wait(folder):
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        llm._engine.model_runner._launch = lambda *step: functools.partial(checked, checked(launch, *step))
+        llm._engine.model_runner.launch_step = lambda *step: functools.partial(checked, checked(launch, *step))
         assert answers(llm, prompts, params) == expected
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 CI = Path(__file__).parents[2] / ".ci"
 # Files, functions and room changes of a small Llama in bfloat16 on an H200. Memory is measured again where other jobs
 # use the GPU: 12,455 room changes alone, 16,317 beside two test runs.
-LIMITS = {"construction": (119, 732, 17_000), "one token": (37, 172, 105)}
+LIMITS = {"construction": (119, 733, 17_000), "one token": (37, 172, 105)}
 PROGRAM = """
 import json, sys
 sys.path.insert(0, sys.argv[1])

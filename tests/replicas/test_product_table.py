@@ -385,6 +385,7 @@ HUB = {
     "revision": "names a commit of the hub, which tests do not reach",
     "window_pool_share": "needs a model of window layers, which tests of the pools have",
 }
+PICTURES = ("limit_mm_per_prompt", "mm_processor_kwargs", "takes_pictures")
 ELSEWHERE = {
     REPLICAS: {
         "data_parallel_size": "test_replica_pool", "tensor_parallel_size": "test_replica_ranks",
@@ -393,7 +394,7 @@ ELSEWHERE = {
         "draft_model": "test_draft_models", "kv_cache_dtype": "test_fp8_kv",
         "prefix_cache_dir": "test_tiers", "engine_process": "test_engine_process", "policies": "test_policies",
         "answer_params": "test_server_structured",
-    } | HUB,
+    } | HUB | dict.fromkeys(PICTURES, "test_picture_prompts"),
     TENSOR_PARALLEL: {
         "data_parallel_size": "test_replica_ranks", "tensor_parallel_size": "test_tensor_parallel",
         "engine_process": "test_engine_process", "policies": "test_policies",
@@ -405,7 +406,7 @@ ELSEWHERE = {
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
         "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",
         "nanovllm calibrate": "steps an LLM as here", "nanovllm simulate": "starts no engine",
-    } | HUB,
+    } | HUB | dict.fromkeys(PICTURES, "several ranks read text alone, by test_picture_prompts"),
 }  # fmt: skip
 
 

@@ -384,7 +384,10 @@ CALL = '{"role": "assistant", "tool_calls": [%s]}'
         ('{"role": "user"}', ".content"),
         ('{"role": "user", "content": 3}', ".content"),
         ('{"role": "user", "content": [{"type": "text", "text": 3}]}', ".content[0].text"),
-        ('{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}', ".content[0].type"),
+        (
+            '{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}',
+            ".content[0].image_url.url",
+        ),
         ('{"role": "user", "content": "x", "user": 1}', ".user"),
         ('{"role": "user", "content": "x", "str": 1}', ".str"),
         ('{"role": "assistant", "refusal": 1}', ".refusal"),

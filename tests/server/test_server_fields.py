@@ -145,15 +145,12 @@ def test_a_chat_reports_its_prompt_as_vllm_does(running):
 
 
 @pytest.mark.parametrize("path, field, kind, word", [
-    ("/v1/chat/completions", "messages", "image_url", "an image"),
     ("/v1/chat/completions", "messages", "input_audio", "audio"),
-    ("/v1/responses", "input", "input_image", "an image"),
     ("/v1/responses", "input", "input_file", "a file"),
-    ("/v1/messages", "messages", "image", "an image"),
     ("/v1/messages", "messages", "document", "a file"),
 ])  # fmt: skip
-def test_images_and_their_like_are_named(running, path, field, kind, word):
+def test_media_that_are_not_read_are_named(running, path, field, kind, word):
     content = [{"type": "input_text" if field == "input" else "text", "text": "What is this?"}, {"type": kind}]
     message = running.error(path, {"model": MODEL, "max_tokens": 2, field: [user(content)]})["message"]
     assert f"{field}[0].content[1].type" in message
-    assert f"{kind!r} is {word}, and the engine reads text alone" in message
+    assert f"{kind!r} is {word}, and the engine reads text and images" in message

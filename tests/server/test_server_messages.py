@@ -173,7 +173,7 @@ def test_why_an_answer_ends(running, monkeypatch, create, stream_of):
         ('{"max_tokens": 0}', "max_tokens"),
         ('{"messages": []}', "messages"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "messages[0].role"),
-        ({"messages": [user([{"type": "image"}])]}, "messages[0].content[0].type"),
+        ({"messages": [user([{"type": "document"}])]}, "messages[0].content[0].type"),
         ({"messages": [user([{"type": "text", "text": 3}])]}, "messages[0].content[0].text"),
         ({"messages": [user([{"type": "tool_result"}])]}, "messages[0].content[0].tool_use_id"),
         ('{"tools": [{"input_schema": {}}]}', "tools[0].name"),

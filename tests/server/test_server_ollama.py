@@ -246,7 +246,7 @@ def test_facts_of_the_embedded_model_and_of_one_in_the_hubs_cache(tmp_path, monk
 
 @pytest.mark.parametrize("path, body, status, said", [
     ("chat", {"messages": ASK, "model": "other"}, 404, "'other' does not exist here"),
-    ("chat", '{"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}', 400, "text alone, and no images"),
+    ("chat", '{"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}', 400, "engine reads text alone"),
     ("chat", {"messages": ASK, "options": {"temperatur": 1}}, 400, "options.temperatur: unknown field"),
     ("chat", {"messages": ASK, "options": {"temperature": -1}}, 400, "options.temperature"),
     ("chat", {"messages": ASK, "options": {"stop": ["x" * 17_000]}}, 400, "options.stop: 17000 characters"),

@@ -143,7 +143,7 @@ def test_a_stream_that_fails_ends_as_a_failed_response(running, monkeypatch, cre
         ('{"conversation": "c"}', "conversation", "nothing is stored"),
         ('{"input": []}', "input", "empty"),
         ('{"input": [{"type": "item_reference", "id": "x"}]}', "input[0].type", "item_reference"),
-        ({"input": [user([{"type": "input_image"}])]}, "input[0].content[0].type", "input_text"),
+        ({"input": [user([{"type": "input_file"}])]}, "input[0].content[0].type", "input_text"),
         ('{"input": [{"type": "function_call_output", "output": "x"}]}', "input[0].call_id", "required"),
         ('{"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 1}]}',
          "input[0].arguments", ""),

@@ -208,7 +208,7 @@ def test_with_no_draft_found_the_steps_are_those_without_speculation(monkeypatch
                 ])  # fmt: skip
                 return launch(batch, layout, masks, report)
 
-            monkeypatch.setattr(llm._engine.model_runner, "_launch", noted)
+            monkeypatch.setattr(llm._engine.model_runner, "launch_step", noted)
             generate(llm, PROMPTS, PARAMS)
         return rows
 

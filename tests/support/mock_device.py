@@ -6,6 +6,8 @@ state, compares every read with the prefix of the sequence that reads, and makes
 weights changes all of these hashes.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -163,7 +165,7 @@ class MockBinding:
         self.watch = MockWatch()
         self.rope = self
         self.passes = self
-        self.model = None
+        self.model = SimpleNamespace(base_model=None)
         self.choice = "none"
         self.has_base_model = True
         self.mock = None

@@ -23,6 +23,7 @@ Every class runs in the tests as a tiny random model: a served one gives the gre
 `generate`, for contexts of half a window to four windows, small token budgets, a cold and a warm prefix cache, and
 preemption. What else can be loaded behind a class (an adapter, code of a checkpoint's own) passes the same checks at
 load, or is refused.
+Pictures: [image-text classes](images.md#classes).
 
 {counts}
 

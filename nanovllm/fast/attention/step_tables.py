@@ -70,7 +70,7 @@ class StepTables:
             starts = [None if part is None else part[group] for part in starts]
         decode_tables, tile_tables, span_tables = starts
         return cls(
-            inputs.tables, decode_tables, inputs.decode_blocks, inputs.positions[: len(inputs.decode_blocks)],
+            inputs.tables, decode_tables, inputs.decode_blocks, inputs.decode_positions,
             inputs.shared_blocks, inputs.members, inputs.shared_bundles, inputs.wide_parts,
             inputs.wide_pieces.reshape(-1, WIDE_NUMBERS), tile_tables, inputs.tile_blocks, inputs.tile_is_used,
             inputs.tile_rows.reshape(-1), inputs.chunk_rows,
@@ -110,9 +110,12 @@ class TableInputs(StepFeature):
             "tile_rows": ("tiles", block_size),
             "chunk_rows": ("chunk_rows",),
             **({"spans": ("tiles", 3), "span_tables": (*of_groups, "tiles")} if has_spans else {}),
-            "tables": None,
         }
-        self.inputs = tuple(StepInput(name, np.int32, size) for name, size in sizes.items())
+        self.inputs = (
+            *(StepInput(name, np.int32, size) for name, size in sizes.items()),
+            StepInput("decode_positions", np.int64, ("decodes",)),  # those of rows may be a rotary embedding's alone
+            StepInput("tables", np.int32, None),
+        )
 
     def num_more_words(self, layout: BatchLayout) -> int:
         """32-bit words of the block tables, which are equally long in all groups."""
@@ -132,6 +135,7 @@ class TableInputs(StepFeature):
         # The groups' tables lie one after the other.
         offsets = np.arange(self._num_groups)[:, None] * lengths.sum() if self._num_groups else 0
         to.decode_tables[..., :real] = starts[:real] + offsets
+        to.decode_positions[:real] = layout.positions[:real]
         to.decode_blocks[:real] = layout.positions[:real] // self._block_size + 1
         if tiles.prefixes is not None:
             _fill_prefixes(to, tiles.prefixes, starts, self._block_size)

@@ -72,9 +72,12 @@ def weight_addresses(binding: ModelBinding) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors_of(modules_of(binding.model))]
 
 
-def has_hooks(binding: ModelBinding) -> bool:
-    """Whether a live module has forward hooks of its owner."""
-    return binding.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(binding.model))
+def runs_whole(binding: ModelBinding) -> bool:
+    """Whether the coming step cannot be one that was captured: a live module has hooks, or rows are given."""
+    given = binding.passes.given
+    return (given is not None and given.is_whole) or (
+        binding.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(binding.model))
+    )
 
 
 def splits_head(binding: ModelBinding) -> bool:

@@ -73,7 +73,7 @@ def _decode_calls(binding: ModelBinding, block_size: int, max_decodes: int, inpu
     """Decode attention for few rows, where a second kernel merges split outputs, and for many."""
     device = binding.device
     calls: list[Callable[[], Any]] = []
-    tables = inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.positions
+    tables = inputs.tables, inputs.decode_tables, inputs.decode_blocks, inputs.decode_positions
     for layer in layers_by_kind(binding.layers):
         decodes = KernelOptions.for_layer(layer, device, block_size).decode_kernel(max_decodes, device)
         if decodes is None:

@@ -23,7 +23,7 @@ from nanovllm.batch import ScheduledBatch
 from nanovllm.device import find_kernel, own_code, to_device
 from nanovllm.fast.attention.flex_gpu import build_gpu_attention
 from nanovllm.fast.attention.tiles import Tiles
-from nanovllm.fast.gpu.capturable import has_hooks, splits_head, weight_addresses
+from nanovllm.fast.gpu.capturable import runs_whole, splits_head, weight_addresses
 from nanovllm.fast.gpu.forward_graphs import ForwardGraphs, HeadGraphs
 from nanovllm.fast.gpu.graph_pool import GraphPool
 from nanovllm.fast.gpu.head_extras import HeadExtras
@@ -107,7 +107,9 @@ class GraphExecutor:
         A step of plain sequences alone has no report.
         """
         chains = self._binding.stacked is not None and reads_own_rows(layout, self._block_size)
-        if self._stacked and report is None and not chains and (draw_stacked := self._stacked.launch(batch, layout)):
+        given = self._binding.passes.given
+        is_plain = report is None and given is None and not chains
+        if self._stacked and is_plain and (draw_stacked := self._stacked.launch(batch, layout)):
             return draw_stacked
         sequences = batch.sampling
         positions = layout.sampled_positions.tolist()
@@ -119,7 +121,7 @@ class GraphExecutor:
         head = head._replace(num_samples=self._buckets.num_samples(count, is_rare=head.is_rare))
         shape = self._buckets.shape(layout, max(int(chains), len(tiles.blocks)), is_wide=tiles.has_wide_groups)
         # Reports read more than the sampled rows, and a user's hook must run in each step.
-        is_whole = (report is not None and report.reads_rows) or has_hooks(self._binding)
+        is_whole = (report is not None and report.reads_rows) or runs_whole(self._binding)
         if not is_whole and self._captures:
             shape = self._captured_shape(shape, head if count else None)
         if batch.copies:
@@ -167,6 +169,8 @@ class GraphExecutor:
         # PyTorch's allocator reuses pinned memory only when the copy from it is done.
         buffer = torch.empty(packing.num_words_for(layout), dtype=torch.int32, device="cpu", pin_memory=True)
         packing.pack(layout, tiles, draws, buffer.numpy())
+        if (given := self._binding.passes.given) is not None:
+            given.place(packing.views(buffer.numpy()).positions, shape.num_decodes - layout.num_decodes)
         self._begin(layout)
         self._inputs[: len(buffer)].copy_(buffer, non_blocking=True)
 

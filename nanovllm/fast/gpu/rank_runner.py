@@ -93,7 +93,7 @@ class RankRunner(ModelRunner):
         super().__init__(binding, config, choice, pools, paths)
         if workers is not None:
             self.workers = workers
-            self._launch = self._launch_together
+            self.launch_step = self._launch_together
             weakref.finalize(self, workers.close).atexit = False  # an engine dropped without `close` ends its workers
 
     def _build_sampler(self, **parts: Any) -> RankSampler:

@@ -63,6 +63,7 @@ class StackedLayers:
         self.layered_calls = calls
         self.equations = LayerEquations(modules, self._blocks)
         self.num_compared = 0  # layers, each in several steps
+        self.is_on = True
         self.num_rows: tuple[int, ...] = find_kernel("layer_stack", "NUM_ROWS")  # type: ignore[assignment]
         self.rows_type: Any = find_kernel("layer_stack", "DecodeRows")
         self._launch_error: Any = find_kernel("nvrtc", "CudaError")
@@ -84,7 +85,7 @@ class StackedLayers:
     def _rows(self, hidden_states: Tensor, kwargs: Any) -> Any | None:
         """The rows of the running step, if it consists of few decodes only; else None."""
         plan = running_step(kwargs[STEP_HANDLE]).plan
-        if not isinstance(plan, GpuFlexPlan):
+        if not self.is_on or not isinstance(plan, GpuFlexPlan):
             return None
         step = plan.steps[0]
         num_decodes = len(step.decode_blocks)

@@ -1,3 +1,3 @@
 """Beam search: beams are running sequences that continue from the KV of the beams they extend."""
 
-NEEDS = ("features.interrupts", "features.refusals", "features.sampling_params")
+NEEDS = ("features.intake", "features.interrupts", "features.refusals", "features.sampling_params")

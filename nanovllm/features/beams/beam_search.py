@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.admission import NoProposer
 from nanovllm.config import MAX_PRIORITY
 from nanovllm.features.beams.books import BeamBooks, BeamSearchOutput, BeamSearchParams, Continuation
+from nanovllm.features.intake.prompts import like
 from nanovllm.features.interrupts import InterruptsHeld
 from nanovllm.features.refusals import REPLICAS, refuse
 from nanovllm.features.sampling_params import SamplingParams
@@ -197,7 +198,13 @@ class Search:
         params = replace(request.params, max_tokens=end - len(token_ids))
         while len(self.engine.scheduler.running) >= self.engine.config.max_num_seqs:
             self._preempt_another()
-        new = replace(request, request_id=next(self._ids), prompt=None, prompt_token_ids=token_ids, params=params)
+        new = replace(
+            request,
+            request_id=next(self._ids),
+            prompt=None,
+            prompt_token_ids=like(request.prompt_token_ids, token_ids),
+            params=params,
+        )
         sequence = self._add(new)
         self.engine.scheduler.start(sequence)
         return sequence

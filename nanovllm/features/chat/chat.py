@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.features.chat.control_tokens import ChatEncoder
-from nanovllm.features.chat.plain_messages import PlainMessage, plain_messages
+from nanovllm.features.chat.plain_messages import PlainMessage, pictures_taken, plain_messages
 from nanovllm.features.chat.template_folds import Conversation, Tools
 from nanovllm.features.chat.template_losses import complete_form, probes_of
 from nanovllm.features.chat.template_messages import TemplateMessages
@@ -63,6 +63,7 @@ class ChatTemplate:
         num_logits: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.pictures: Any = None  # `PictureReader`
         self._encoder = ChatEncoder(tokenizer)
         self._allows_control_tokens = config.allow_control_tokens_in_messages
         self._content_format = config.chat_template_content_format
@@ -123,7 +124,7 @@ class ChatTemplate:
         shaped = shaper.shaped(plain, tools or None)
 
         def render(messages: list[PlainMessage], tools: Tools) -> str:
-            return self._render(shaper.finished(messages), tools, options)
+            return self._render(pictures_taken(shaper.finished(messages))[0], tools, options)
 
         form, lost = complete_form(render, shaped, probes_of(plain))
         if form is None:
@@ -131,10 +132,19 @@ class ChatTemplate:
         if lost is not None and source not in self._lossy:
             self._lossy.add(source)
             logger.warning(LOSSY, lost, plain[lost]["role"])
-        token_ids = self._encode(shaper.finished(form[0]), form[1], options, limit)
-        return ChatPrompt(token_ids, self._ends_of(source))
+        finished, pictures = pictures_taken(shaper.finished(form[0]))
+        token_ids = self._encode(finished, form[1], options, limit)
+        return self._prompt(token_ids, self._ends_of(source), pictures)
 
     # ------------------------------------------------------------------------------------------------------- parts
+
+    def _prompt(self, token_ids: list[int], ends: tuple[int, ...], pictures: list[Any]) -> ChatPrompt:
+        if not pictures:
+            return ChatPrompt(token_ids, ends)
+        if self.pictures is None:
+            raise ValueError("the conversation has a picture, and this engine reads text alone.")
+        prompt: ChatPrompt = self.pictures.prompt(token_ids, pictures, ends)
+        return prompt
 
     def _source(self, given: str | None, tools: Tools) -> str:
         """Source of the template for a conversation; raises ValueError without one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
@@ -15,6 +17,46 @@ MAX_NESTING = 100  # depth of a call's arguments: templates and json recurse int
 BREAK = "\n\n"  # separator of the texts of two messages that become one
 THOUGHT = ("reasoning_content", "reasoning", "thinking")  # spellings of clients and of templates
 _TEXT_TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # key of the text
+
+PICTURE = "picture"  # key of a plain part's picture, which templates do not see
+
+
+def bytes_of_url(given: Any, where: str) -> bytes:
+    """The bytes of a data URL, or of {"url": ...}; raises ValueError for any other address, which is not opened."""
+    url = given.get("url") if isinstance(given, Mapping) else given
+    try:
+        return base64.b64decode(data_of_url(str(url)), validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{where}: an image's data URL is no base64: {error}.") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def data_of_url(url: str) -> str:
+    """The base64 of a data URL; raises ValueError for any other address."""
+    head, _, data = url.partition(",")
+    if not (head.startswith("data:") and head.endswith(";base64")):
+        raise ValueError(f"an image's url must be a data URL in base64, not {url[:40]!r}.")
+    return data
+
+
+def pictures_taken(messages: list[PlainMessage]) -> tuple[list[PlainMessage], list[Any]]:
+    """(messages with the mark of a picture in place of each, the pictures in order)."""
+    pictures: list[Any] = []
+
+    def taken(part: dict[str, Any]) -> dict[str, Any]:
+        if PICTURE not in part:
+            return part
+        pictures.append(part[PICTURE])
+        return {"type": "image"}
+
+    shown = [
+        message | {"content": [taken(part) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+    return (shown, pictures) if pictures else (messages, pictures)
 
 
 def as_parts(text: str) -> list[dict[str, Any]]:
@@ -81,6 +123,10 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image" and part.get("image") is not None:
+        return {"type": "image", PICTURE: part["image"]}
+    if kind in ("image_url", "input_image"):
+        return {"type": "image", PICTURE: bytes_of_url(part.get("image_url"), where)}
     text = part.get(_TEXT_TYPES[kind]) if kind in _TEXT_TYPES else None
     if not isinstance(text, str):
         raise ValueError(f'{where} must be {{"type": "text", "text": ...}}, not {part!r}: the engine reads text alone.')

@@ -26,7 +26,7 @@ def probes_of(messages: list[PlainMessage]) -> Probes:
 
 def _probes(message: PlainMessage) -> Iterator[str]:
     content = message["content"]
-    texts = [part["text"] for part in (as_parts(content) if isinstance(content, str) else content)]
+    texts = [part.get("text", "") for part in (as_parts(content) if isinstance(content, str) else content)]
     for call in message.get("tool_calls", ()):
         texts += list(_strings(call["function"]["arguments"])) or [call["function"]["name"]]
     for text in texts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from nanovllm.features.chat.plain_messages import PlainMessage, as_parts, text_of
+from nanovllm.features.chat.plain_messages import PICTURE, PlainMessage, as_parts, text_of
 from nanovllm.features.chat.template_folds import (
     Conversation,
     Tools,
@@ -83,6 +83,8 @@ class TemplateMessages:
 
     def _content(self, message: PlainMessage) -> Any:
         content = message["content"]
+        if not isinstance(content, str) and any(PICTURE in part for part in content):
+            return content
         if len(content) > 1 and not isinstance(content, str) and not self._trials.reads(message["role"], "second part"):
             content = as_parts(text_of(content))
         given: ContentKind = "string" if isinstance(content, str) else "parts"

@@ -39,3 +39,8 @@ class AsyncTokenization:
         """The text of token ids; all must be in the tokenizer's vocabulary."""
         work = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return cast(str, await self.prepare(work, token_ids))
+
+    @property
+    def takes_pictures(self: Any) -> bool:
+        """Whether messages may have pictures."""
+        return getattr(self._input_processor.parts.pictures, "registry", None) is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.engine_stats import Goals
 from nanovllm.features.intake.headless import without_head
 from nanovllm.features.intake.pieces import Pieces
-from nanovllm.features.intake.prompts import ChatPrompt
+from nanovllm.features.intake.prompts import ChatPrompt, plain_prompt
 from nanovllm.features.intake.token_texts import detokenizer_of
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.requests import InputProcessor, RequestLimits, RequestParts, check_token_ids, check_unused
@@ -42,6 +42,7 @@ class AllParts(RequestParts):
 
     def __init__(self, tokenizer: Any, config: EngineConfig, limits: RequestLimits) -> None:
         self._tokenizer = tokenizer
+        self.pictures: Any = None  # `PictureReader`
         self._config = config
         self._limits = limits
         self.texts = Pieces(tokenizer)
@@ -61,6 +62,18 @@ class AllParts(RequestParts):
         ends = (*self._limits.eos_token_ids, *self.chat.end_token_ids)
         return GrammarCompiler(self._tokenizer, self._limits.num_logits, ends)
 
+    def use_pictures(self, reader: Any) -> None:
+        """Let prompts and conversations have pictures, read by a `PictureReader`."""
+        self.pictures = reader
+        if self._tokenizer is not None:
+            self.chat.pictures = reader
+
+    def plain(self, prompt: Any, tokenize: Callable[..., list[int]]) -> Any:
+        """See `RequestParts`: a dictionary is read, with the pictures of a model that takes some."""
+        if not isinstance(prompt, Mapping):
+            return prompt
+        return plain_prompt(prompt) if self.pictures is None else self.pictures.plain(prompt, tokenize)
+
     def ended(self, prompt: Any, token_ids: list[int], params: SamplingParams) -> list[int]:
         """See `RequestParts`: attaches the template's end tokens to chats, and to prompts of structured outputs."""
         if not params.embeds and not self._limits.has_head:
@@ -79,7 +92,9 @@ class AllParts(RequestParts):
                 f"({max_model_len}) leaves room for {max_model_len - length}."
             )
         if isinstance(prompt, ChatPrompt):
-            return ChatPrompt(token_ids, prompt.end_token_ids)
+            if prompt.media is not None and len(token_ids) < len(prompt):
+                raise ValueError("truncate_prompt_tokens would cut a prompt with pictures; leave it out.")
+            return ChatPrompt(token_ids, prompt.end_token_ids, prompt.media)
         return token_ids if params.structured_output is None else ChatPrompt(token_ids, self.chat.end_token_ids)
 
     def fields_of(self, params: SamplingParams) -> dict[str, Any]:

@@ -1,3 +1,3 @@
 """Forks: a request continues from any token of another and shares its KV."""
 
-NEEDS = ("features.refusals", "features.sampling_params")
+NEEDS = ("features.intake", "features.refusals", "features.sampling_params")

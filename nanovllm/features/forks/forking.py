@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import integer
+from nanovllm.features.intake.prompts import like
 from nanovllm.features.refusals import REPLICAS, refuse
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.outputs import OutputKind, RequestOutput
@@ -45,16 +46,18 @@ class Forking:
         with self._turn() as engine:
             running = engine.requests.get(name)
             if running is not None:
+                source = running.samples[0].request.prompt_token_ids
                 token_ids = [*running.sequences[0].token_ids]
                 salt = running.sequences[0].cache_salt
             elif isinstance(request_id, RequestOutput):
-                token_ids = [*request_id.prompt_token_ids, *request_id.outputs[0].token_ids]
+                source = request_id.prompt_token_ids
+                token_ids = [*source, *request_id.outputs[0].token_ids]
                 salt = ""
             else:
                 raise ValueError(f"no request {name!r} runs. Give the RequestOutput of one that has ended.")
         at = len(token_ids) if at is None else integer("at", at, 1, len(token_ids))
         request = engine.input_processor.process_one(
-            next(self._request_ids), token_ids[:at], params, output_kind=OutputKind.CUMULATIVE,
+            next(self._request_ids), like(source, token_ids[:at]), params, output_kind=OutputKind.CUMULATIVE,
             **({"cache_salt": salt} | options),
         )  # fmt: skip
         outputs: Iterator[RequestOutput] = self._stream(request, partial(add_fork, engine, name))
@@ -84,6 +87,7 @@ def go_on_from(scheduler: Scheduler, source: Sequence, target: Sequence) -> None
         and (scheduler.waiting.first is target or scheduler.waiting.num_clients <= 1)
         and 0 < num_tokens <= next(starts, source.num_computed_tokens)
         and source.token_ids[:num_tokens] == target.token_ids[:num_tokens]
+        and _pictures(source, num_tokens) == _pictures(target, num_tokens)
         and source.cache_salt == target.cache_salt
         and not target.lacks_prompt_logprobs
         and not manager.cuts_chunks  # recurrent states are not copied
@@ -93,3 +97,8 @@ def go_on_from(scheduler: Scheduler, source: Sequence, target: Sequence) -> None
         scheduler.start(target)
         manager.fork(source, target, num_tokens)
         target.num_cached_tokens = num_tokens
+
+
+def _pictures(sequence: Sequence, end: int) -> bytes:
+    """The identity of the pictures of a sequence before a position."""
+    return b"" if sequence.media is None else sequence.media.identity(0, end)

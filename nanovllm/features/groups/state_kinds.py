@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.layout import LayerTraits, Sight
+
+if TYPE_CHECKING:
+    from nanovllm.attention import AttentionLayer
 
 
 class StateKind(NamedTuple):
@@ -83,3 +86,8 @@ FULL = StateKind()
 def traits_within(traits: LayerTraits, num_positions: int) -> LayerTraits:
     """The traits for sequences of at most `num_positions`; see `StateKind.within`."""
     return replace(traits, sight=Sight(*StateKind(*traits.sight).within(num_positions).spans))
+
+
+def widen(layers: list[AttentionLayer], num_positions: int) -> None:
+    """Replace windows that hide nothing from sequences of at most `num_positions`."""
+    layers[:] = [replace(layer, traits=traits_within(layer.traits, num_positions)) for layer in layers]

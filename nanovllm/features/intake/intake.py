@@ -5,10 +5,12 @@ A task runs in one thread and holds a place of its lane while it works::
     lane short   1 place    [bob: 10 characters]               waiting: alice alice alice ...
     lane long    1 place    [alice: piece 3 of 20]             waiting: carol (after piece 9)
     lane forms   4 places   [alice][alice][bob][ ]             waiting: -
+    lane pictures  2 places [bob: picture 2 of 3][ ]           waiting: -
 
 Long work calls `checkpoint` every few milliseconds, where it makes way for a client that had less, and ends if nobody
-waits for it. Compilation of forms moves to the third lane (`form_turn`). A client without a place there gets one at
-once: a trial of the client with the most is stopped and begins again later.
+waits for it. Compilation of forms moves to the third lane (`form_turn`), reading of pictures to the fourth
+(`picture_turn`), with a checkpoint before each. A client without a place for forms gets one at once: a trial of the
+client with the most is stopped and begins again later.
 
 Invariant: No place of a lane is free while a task that may begin waits for it.
 """
@@ -20,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,6 +36,7 @@ MAX_THREADS = 256
 MAX_FORMS = 8  # tasks of one client that have begun and compile forms; its other work goes on meanwhile
 MAX_IDLE = 1024  # most accounts of clients without work
 FORM_PLACES = 4  # processes at work at once
+PICTURE_PLACES = 2
 
 
 class IntakeClosedError(Exception):
@@ -159,7 +162,10 @@ class Intake:
         self.lock = threading.RLock()  # guards everything below, and the fields of tasks
         self._accounts = Accounts()
         self.short = Lane(1)
-        self.long, self.forms = (Lane(1), Lane(FORM_PLACES)) if is_parallel else (self.short, self.short)
+        self.long, self.forms, self.pictures = (
+            (Lane(1), Lane(FORM_PLACES), Lane(PICTURE_PLACES)) if is_parallel else [self.short] * 3
+        )
+        self._lanes = (self.short, self.long, self.forms, self.pictures)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="nanovllm-prepare")
         self._num_begun = 0  # tasks with a thread
         self._is_closed = False
@@ -187,7 +193,7 @@ class Intake:
         """Refuse further work and work that waits; work that runs ends at its next checkpoint."""
         with self.lock:
             self._is_closed = True
-            tasks = [task for lane in (self.short, self.long, self.forms) for task in lane.tasks()]
+            tasks = [task for lane in self._lanes for task in lane.tasks()]
         for task in tasks:
             if not task.has_begun and task.set_running_or_notify_cancel():
                 task.set_exception(IntakeClosedError())
@@ -226,7 +232,7 @@ class Intake:
             self._leave(task)
             if task.is_dropped:
                 raise DroppedError
-            self._wait(task, lane, is_first=lane is task.lane or lane is not self.forms)
+            self._wait(task, lane, is_first=lane in (task.lane, self.short, self.long))
         task.has_place.wait()
         if task.is_dropped:
             raise DroppedError
@@ -331,15 +337,24 @@ def checkpoint() -> None:
         task._intake.checkpoint(task)
 
 
+def form_turn() -> AbstractContextManager[Task[Any] | None]:
+    """Compile a form within the block, in a place for forms; gives the task, None outside of one."""
+    return _turn("forms")
+
+
+def picture_turn() -> AbstractContextManager[Task[Any] | None]:
+    """Read pictures within the block, in a place for pictures; gives the task, None outside of one."""
+    return _turn("pictures")
+
+
 @contextmanager
-def form_turn() -> Iterator[Task[Any] | None]:
-    """Compile a form within the block, in a place for forms; yields the task, None outside of one."""
+def _turn(name: str) -> Iterator[Task[Any] | None]:
     task = _current.task
-    if task is None or task.lane is task._intake.forms:
+    if task is None or task.lane is getattr(task._intake, name):
         yield task
         return
     before = task.lane
-    task._intake.move(task, task._intake.forms)
+    task._intake.move(task, getattr(task._intake, name))
     try:
         yield task
     finally:

@@ -83,6 +83,7 @@ class KvEventPublisher(Observer):
             raise
         self._thread: threading.Thread | None = None
         self._kinds: list[str] = []  # kinds of the cache groups of a model with recurrent states
+        self._block_size: int | None = None
         self._in_tier: dict[tuple[StoredBlock, bool], bytes] = {}  # hashes in host memory by (block, of_states)
         self._of_tier: list[BlockEvent | InHostMemory] = []  # events of the tier since the last step
 
@@ -95,6 +96,7 @@ class KvEventPublisher(Observer):
 
     def begin(self, manager: BlockManager, observers: StepObservers) -> None:
         """Start publishing the events of this block manager, until the engine closes."""
+        self._block_size = manager.block_size
         if isinstance(manager, CacheGroups) and manager.cuts_chunks:
             self._kinds = [_name(group.kind) for group in manager.groups]
         self._thread = threading.Thread(target=self._run, name="nanovllm-kv-events", daemon=True)
@@ -188,7 +190,7 @@ class KvEventPublisher(Observer):
                 continue
             try:
                 number = sequence.to_bytes(8, "big")
-                payload = self._encode([now, in_schema(events, self._kinds), self._rank])
+                payload = self._encode([now, in_schema(events, self._kinds, self._block_size), self._rank])
                 self._sent.append((number, payload))
                 self._publish.send_multipart((self._topic, number, payload))
             except Exception:
@@ -231,29 +233,34 @@ def _name(kind: StateKind) -> str:
     return "full_attention" if kind.is_full else "sliding_window" if kind.window else "chunked_local_attention"
 
 
-def in_schema(events: Sequence[BlockEvent | InHostMemory], kinds: Sequence[str] = ()) -> list[dict[str, Any]]:
+def in_schema(
+    events: Sequence[BlockEvent | InHostMemory], kinds: Sequence[str] = (), block_size: int | None = None
+) -> list[dict[str, Any]]:
     """vLLM's events; consecutive blocks of one chain are merged to one event, and so are consecutive removals.
 
     Args:
         kinds: names of the cache groups' kinds, recurrent states last; empty without states, when events name no group.
+        block_size: tokens of a block; further bytes are the identity of its pictures. None where blocks have none.
     """
     found: list[dict[str, Any]] = []
     tail: tuple[bytes | None, bool] | None = None  # last hash of the chain in the last event, and whether of states
     for event in events:
         if isinstance(event, Findable):
-            if tail is None or (event.parent_hash, event.of_states) != tail:
-                found.append(_stored(event) | _group(event, kinds, with_kind=True))
+            size = 4 * block_size if block_size else len(event.tokens)
+            keys = _extra_keys(event, event.tokens[size:])
+            is_next = tail == (event.parent_hash, event.of_states) and (not keys or "extra_keys" in found[-1])
+            if not is_next:
+                found.append(_stored(event, size // 4, has_keys=bool(keys)) | _group(event, kinds, with_kind=True))
             stored = found[-1]
             tail = (event.block_hash, event.of_states)
             stored["block_hashes"].append(as_number(event.block_hash))
-            stored["token_ids"] += array("i", event.tokens)
-            if "extra_keys" in stored:  # the salt is a key of the first block
-                salt = event.cache_salt.encode("utf-8", "backslashreplace").decode()  # it may hold lone surrogates
-                stored["extra_keys"].append(None if event.parent_hash else [salt])
+            stored["token_ids"] += array("i", event.tokens[:size])
+            if "extra_keys" in stored:
+                stored["extra_keys"].append(keys or None)
             continue
         tail = None
         if isinstance(event, InHostMemory):
-            found += _in_host_memory(event, kinds)
+            found += _in_host_memory(event, kinds, block_size)
         elif isinstance(event, Forgotten):
             removed = {"type": "BlockRemoved", "block_hashes": [], "medium": MEDIUM} | _group(event, kinds)
             if not found or found[-1] | {"block_hashes": []} != removed:
@@ -273,26 +280,34 @@ def _group(
     return fields | {"kv_cache_spec_kind": kinds[number]} if kinds and with_kind else fields
 
 
-def _in_host_memory(event: InHostMemory, kinds: Sequence[str]) -> list[dict[str, Any]]:
+def _in_host_memory(event: InHostMemory, kinds: Sequence[str], block_size: int | None) -> list[dict[str, Any]]:
     if event.stored is None:
         removed = {"type": "BlockRemoved", "block_hashes": [as_number(event.block_hash)], "medium": HOST_MEDIUM}
         return [removed | _group(event, kinds)]
-    return [stored | {"medium": HOST_MEDIUM} for stored in in_schema([event.stored], kinds)]
+    return [stored | {"medium": HOST_MEDIUM} for stored in in_schema([event.stored], kinds, block_size)]
 
 
-def _stored(first: Findable) -> dict[str, Any]:
+def _extra_keys(event: Findable, pictures: bytes) -> list[str]:
+    """Further keys of a block: the salt, in the first block of a chain, and its pictures."""
+    keys = []
+    if event.cache_salt and not event.parent_hash:
+        keys.append(event.cache_salt.encode("utf-8", "backslashreplace").decode())  # it may hold lone surrogates
+    return [*keys, pictures.hex()] if pictures else keys
+
+
+def _stored(first: Findable, block_size: int, *, has_keys: bool) -> dict[str, Any]:
     """An event for a chain that begins with this block, without blocks yet."""
     event: dict[str, Any] = {
         "type": "BlockStored",
         "block_hashes": [],
         "parent_block_hash": None if first.parent_hash is None else as_number(first.parent_hash),
         "token_ids": [],
-        "block_size": len(first.tokens) // 4,
+        "block_size": block_size,
         "lora_id": None,
         "medium": MEDIUM,
         "lora_name": None,
     }
-    return event | {"extra_keys": []} if first.cache_salt else event
+    return event | {"extra_keys": []} if has_keys or first.cache_salt else event
 
 
 def as_number(block_hash: bytes) -> int:

@@ -301,4 +301,6 @@ class StepLogprobs:
             if sequence.prompt_logprobs is not None:
                 # A preempted prompt is recomputed, maybe before this was read: the same values come again.
                 sequence.prompt_logprobs[first:end] = reports[place : place + end - first]
+                for span in sequence.media.within(first, end) if sequence.media else ():  # pictures are not scored
+                    sequence.prompt_logprobs[span.start : span.end] = [None] * span.length
             place += end - first

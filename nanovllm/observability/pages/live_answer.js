@@ -60,8 +60,9 @@ class MessageView {
     this.drawn = { due: 0, timer: null };
   }
 
-  show({ content, reasoning = "", facts = "", failure = "" }) {
+  show({ content, reasoning = "", facts = "", failure = "", pictures = [] }) {
     if (this.markdown) this.markdown.show(content); else setText(this.said, content);
+    this.said.append(...pictures.map(thumbnail));
     if (reasoning) this.showReasoning(reasoning);
     if (failure && !this.box.querySelector(".failure")) this.tools.before(element("span", "failure", failure));
     if (facts) {

@@ -13,6 +13,7 @@ class Chat {
     this.waiting = null; // the id of the question that streams, and the view of its answer
     this.editing = null; // index of the message that the next question replaces
     this.sampling = new SamplingForm();
+    this.tray = new PictureTray({ ...parts.pictures, question: parts.question });
     const { form, question, stop, system } = parts;
     form.addEventListener("submit", (event) => { event.preventDefault(); this.ask(); });
     question.addEventListener("keydown", (event) => this.onKey(event));
@@ -97,7 +98,11 @@ class Chat {
     if (index !== null) {
       question.value = this.messages[index].content;
       question.focus();
-    } else if (was !== null) question.value = "";
+      this.tray.put(this.messages[index].pictures);
+    } else if (was !== null) {
+      question.value = "";
+      this.tray.put();
+    }
   }
 
   keep(conversation) {
@@ -106,14 +111,15 @@ class Chat {
   }
 
   ask() {
-    const { question, form } = this.parts, content = question.value.trim();
+    const { question, form } = this.parts, content = question.value.trim(), pictures = this.tray.urls;
     if (!content || this.abort || !form.reportValidity()) return;
     if (this.editing !== null) {
       this.messages.splice(this.editing);
       this.edit(null);
       this.redraw();
     }
-    this.messages.push({ role: "user", content });
+    this.messages.push({ role: "user", content, ...(pictures.length && { pictures }) });
+    this.tray.put();
     this.add(this.messages.at(-1), this.messages.length - 1);
     question.value = "";
     this.keep(this.conversation);
@@ -166,8 +172,9 @@ class Chat {
     return box;
   }
 
-  takeBack({ content }) {
+  takeBack({ content, pictures = [] }) {
     const { question } = this.parts;
+    this.tray.put([...pictures, ...this.tray.urls]);
     question.value = question.value.trim() ? `${content}\n\n${question.value}` : content;
   }
 
@@ -184,7 +191,7 @@ class Chat {
   /** The next request as a command. */
   get command() {
     const body = this.body, content = this.parts.question.value.trim();
-    if (content) body.messages.push({ role: "user", content });
+    if (content) body.messages.push({ role: "user", content: contentOf({ content, pictures: this.tray.urls }) });
     if (!content && body.messages.at(-1)?.role === "assistant") body.messages.pop(); // the last question again
     return curlCommand(body);
   }

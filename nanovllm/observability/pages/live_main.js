@@ -16,6 +16,7 @@ const chat = new Chat({
   parts: {
     form: $("ask"), question: $("question"), send: $("send"), stop: $("stop"), system: $("system"),
     conversation: $("conversation"), welcome: $("welcome"),
+    pictures: { box: $("pictures"), input: $("picture_files"), button: $("add_pictures") },
   },
   store,
   onRefused: askForKey,
@@ -36,6 +37,7 @@ const feed = new Feed({
     stepHistory.hello(about);
     state.started = performance.now() - about.uptime_us / 1e3;
     chat.model = about.model;
+    $("add_pictures").hidden = !about.takes_pictures;
     redraw();
   },
   onLook: (look) => { stepHistory.add(look); chat.look(look); redraw(); },

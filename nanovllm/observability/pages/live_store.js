@@ -17,7 +17,8 @@ function titleOf({ messages }) {
 function isConversation(value) {
   return typeof value?.id === "string" && typeof value.system === "string" && Number.isFinite(value.updated)
     && Array.isArray(value.messages)
-    && value.messages.every((message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string");
+    && value.messages.every((message) => ["user", "assistant"].includes(message?.role) && typeof message.content === "string"
+      && (message.pictures ?? []).every((url) => typeof url === "string" && url.startsWith("data:image/")));
 }
 
 /** Conversations in localStorage; they leave the browser only as requests and exports. */
@@ -52,7 +53,7 @@ class ConversationStore {
 /** Messages in the format of /v1/chat/completions. */
 function asMessages({ system, messages }) {
   const head = system.trim() ? [{ role: "system", content: system }] : [];
-  return [...head, ...messages.map(({ role, content }) => ({ role, content }))];
+  return [...head, ...messages.map((message) => ({ role: message.role, content: contentOf(message) }))];
 }
 
 function exported(conversations) {

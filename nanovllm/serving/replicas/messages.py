@@ -81,11 +81,13 @@ class SentRequest(Struct, array_like=True):
     answer_ids: tuple[int, int] | None = None
     client: str = ""
     end_token_ids: tuple[int, ...] = ()
+    media: bytes | None = None  # pictures
 
     @classmethod
     def from_new(cls, new: NewRequest, placement: int, resumed: Resumed | None) -> SentRequest:
         """Convert a request; for cumulative outputs it asks for deltas, which the front joins."""
         is_final = new.output_kind is OutputKind.FINAL
+        media = getattr(new.prompt_token_ids, "media", None)
         answer = AnswerLogits.find_in(new.params)
         return cls(
             placement,
@@ -103,15 +105,20 @@ class SentRequest(Struct, array_like=True):
             None if answer is None else answer.token_ids,
             new.client,
             getattr(new.prompt_token_ids, "end_token_ids", ()),
+            None if media is None else media.sent(),
         )
 
     def to_new(self, input_processor: InputProcessor) -> NewRequest:
         """Convert to a request for this process's engine, and compile its structured output."""
         params = self._sampling_params()
         form = params.structured_output
+        prompt = self.prompt_token_ids
+        if self.end_token_ids or self.media is not None:
+            media = None if self.media is None else input_processor.parts.pictures.registry.received(self.media)
+            prompt = ChatPrompt(prompt, self.end_token_ids, media)
         return NewRequest(
             self.request_id,
-            ChatPrompt(self.prompt_token_ids, self.end_token_ids) if self.end_token_ids else self.prompt_token_ids,
+            prompt,
             params,
             bad_words=self.bad_words,
             priority=self.priority,

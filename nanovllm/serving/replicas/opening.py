@@ -21,6 +21,7 @@ import torch
 from nanovllm.errors import EngineDeadError
 from nanovllm.features.composition.input_processor import build_input_processor
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.extras import is_installed
 from nanovllm.features.refusals import REPLICAS, refuse
 from nanovllm.models.limits import check_stored_limits
 from nanovllm.models.source import check_skipped_tokenizer, find, needs_tokenizer
@@ -84,7 +85,12 @@ def open_pool(
         fleet.close()
         raise
     route = POLICIES[config.routing or DEFAULT_ROUTING]()
-    pool = ReplicaPool(fleet, pool_parts(config, own_tokenizer, ready), route)
+    parts = pool_parts(config, own_tokenizer, ready)
+    if is_installed("nanovllm.features.media"):
+        from nanovllm.features.media.opening import open_front
+
+        open_front(parts.input_processor, source)
+    pool = ReplicaPool(fleet, parts, route)
     if hook is not None:
         pool.observers.append(hook)
     if not is_stepped_when_idle:

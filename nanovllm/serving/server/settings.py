@@ -126,6 +126,12 @@ class ServerSettings:
         "unless host is a loopback address.",
         check=partial(strings, remedy="Give host names as text."),
     )
+    allowed_media_hosts: tuple[str, ...] = option(
+        (),
+        "host from which pictures are fetched that a request names by an http or https address; may be repeated. Not "
+        "set: data URLs alone.",
+        check=partial(strings, remedy="Give host names as text."),
+    )
     min_priority: int = option(
         0,
         "smallest, that is most urgent, priority that a request may set.",

@@ -110,7 +110,7 @@ class ServerState:
     def check_conversation(self, *parts: Any) -> None:
         """Check the input of the chat template like `check_length`, measured as JSON."""
         _check_text("messages", parts[0])
-        self.check_length(json.dumps(parts, ensure_ascii=False), "messages")
+        self.check_length(json.dumps(parts, ensure_ascii=False, default=lambda picture: ""), "messages")
 
     def event_stream(
         self, events: AsyncGenerator[bytes, None], error_event: Callable[[ApiError], bytes] = data_error, **form: Any

@@ -59,14 +59,15 @@ def _parts(whole: Any) -> Iterable[Any]:
 AnyObject = Annotated[dict[str, Any], AfterValidator(check_nesting)]
 
 
-def text_alone(kind: str) -> BeforeValidator:
-    """Validator of a content part that must be of type `kind`: names images, audio, video and files in its error."""
+def text_alone(kind: str, *others: str) -> BeforeValidator:
+    """Validator of a content part that must be of type `kind`, or one of `others`: names other media in its error."""
 
     def refuse_media(part: Any) -> Any:
         given = part.get("type") if isinstance(part, dict) else None
         word = given.removeprefix("input_").partition("_")[0] if isinstance(given, str) else ""
-        if word in _MEDIA:
-            reason = f"{given!r} is {_MEDIA[word]}, and the engine reads text alone. Send its text, as type {kind!r}"
+        if word in _MEDIA and given not in others:
+            read = "text and images" if others else "text alone"
+            reason = f"{given!r} is {_MEDIA[word]}, and the engine reads {read}. Send its text, as type {kind!r}"
             raise PydanticCustomError("refused_field", "not supported: {reason}.", {"field": "type", "reason": reason})
         return part
 

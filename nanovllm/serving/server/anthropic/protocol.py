@@ -21,6 +21,19 @@ class TextBlock(Block):
     text: str
 
 
+class ImageSource(Strict):
+    """A picture in the request itself; the server opens no address."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: ImageSource
+
+
 class ThinkingBlock(Block):
     """Earlier thought."""
 
@@ -72,7 +85,9 @@ class ToolResultBlock(Block):
     is_error: bool | None = None
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type"), text_alone("text")]
+UserBlock = Annotated[
+    TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type"), text_alone("text", "image")
+]
 AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | OtherBlock, Field(discriminator="type")]
 
 

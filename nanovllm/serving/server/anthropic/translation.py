@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput
 from nanovllm.serving.server.anthropic import protocol
+from nanovllm.serving.server.openai.messages import image_part
 from nanovllm.serving.server.openai.protocol import ChatRequest
 
 # Fields of the chat request -> fields of this request, for errors.
@@ -65,16 +67,30 @@ def _user(message: protocol.UserMessage) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": "user", "content": message.content}]
     messages: list[dict[str, Any]] = []
-    for block in message.content:
-        if isinstance(block, protocol.ToolResultBlock):
+    for is_result, blocks in itertools.groupby(
+        message.content, lambda block: isinstance(block, protocol.ToolResultBlock)
+    ):
+        if not is_result:
+            messages.append({"role": "user", "content": _content(list(blocks))})
+            continue
+        block: Any
+        for block in blocks:
             text = _text(block.content or "")
             content = f"Error: {text}" if block.is_error else text
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += "\n" + block.text
-        else:
-            messages.append({"role": "user", "content": block.text})
     return messages or [{"role": "user", "content": ""}]
+
+
+def _content(blocks: list[Any]) -> Any:
+    """Content of a user message: a text, or parts where there are pictures."""
+    if not any(isinstance(block, protocol.ImageBlock) for block in blocks):
+        return _text(blocks)
+    return [
+        image_part(f"data:{block.source.media_type};base64,{block.source.data}")
+        if isinstance(block, protocol.ImageBlock)
+        else {"type": "text", "text": block.text}
+        for block in blocks
+    ]
 
 
 def _assistant(message: protocol.AssistantMessage) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ def attach(app: FastAPI, state: ServerState) -> LiveFeed:
         {
             "instance": uuid.uuid4().hex,  # changes when the server restarts
             "model": state.model_name,
+            "takes_pictures": state.engine.takes_pictures,
             "version": __version__,
             "budget": config.max_num_batched_tokens,
             "block_size": config.block_size,
@@ -89,7 +90,7 @@ def live_page() -> tuple[str, str]:
     sources = {"script-src": scripts, "style-src": styles, "connect-src": "'self'"}
     sources |= dict.fromkeys(("default-src", "base-uri", "form-action", "frame-ancestors", "trusted-types"), "'none'")
     sources["require-trusted-types-for"] = "'script'"
-    sources["img-src"] = "data:"  # its icon
+    sources["img-src"] = "data:"  # its icon, and thumbnails
     return page, "; ".join(f"{name} {value}" for name, value in sources.items())
 
 

@@ -10,7 +10,7 @@ from nanovllm.serving.server.hints import OLLAMA
 from nanovllm.serving.server.openai.protocol import Number
 from nanovllm.serving.server.strict import AnyObject, Each, Strict
 
-NO_IMAGES = "the engine reads text alone, and no images"
+NO_IMAGES = "the engine draws no images"
 Think = bool | Literal["low", "medium", "high", "max"]
 
 
@@ -75,11 +75,10 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
-    refused: ClassVar = {"images": (([],), NO_IMAGES)}
-
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
+    images: Each[str] | None = None  # base64
     tool_calls: Each[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -97,7 +96,6 @@ class GenerateBody(GeneratingFields):
     """Body of /api/generate. Without a prompt it asks whether the model is loaded."""
 
     refused: ClassVar = {
-        "images": (([],), NO_IMAGES),
         "template": (("",), "the model's own template is used; send raw with the whole prompt"),
         "context": (([],), "send the conversation to /api/chat; its prefix is cached"),
         "width": ((0,), NO_IMAGES),
@@ -106,15 +104,17 @@ class GenerateBody(GeneratingFields):
     }
 
     prompt: str | None = None
+    images: Each[str] | None = None  # base64
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> GenerateBody:
+        given = [other for other in ("system", "think", "images") if getattr(self, other)]
         for name in ("suffix", "raw"):
-            if getattr(self, name) and (self.system or self.think):
-                other = "system" if self.system else "think"
+            if getattr(self, name) and given:
+                other = given[0]
                 raise ValueError(f"{other} is given with {name}, which has no chat template. Leave one out.")
         return self
 

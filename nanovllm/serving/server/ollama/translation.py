@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.outputs import RequestOutput
 from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.ollama import protocol
+from nanovllm.serving.server.openai.messages import image_part
 from nanovllm.serving.server.openai.protocol import ChatRequest, CompletionRequest
 from nanovllm.serving.server.state import ServerState
 from nanovllm.serving.server.strict import tell_hint
@@ -53,7 +54,7 @@ def chat_of(body: protocol.ChatBody) -> ChatRequest:
 def turn_of(body: protocol.GenerateBody) -> ChatRequest:
     """Translate a prompt for the chat template; raises as `chat_of`."""
     messages = [{"role": "system", "content": body.system}] if body.system else []
-    messages.append({"role": "user", "content": body.prompt or ""})
+    messages.append({"role": "user", "content": _content(body.prompt, body.images)})
     return ChatRequest.model_validate(_shared(body) | {"messages": messages})
 
 
@@ -91,7 +92,7 @@ def _messages(body: protocol.ChatBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     open_calls: deque[tuple[str, str]] = deque()  # (id, name) of calls without a result
     for number, message in enumerate(body.messages or ()):
-        given: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        given: dict[str, Any] = {"role": message.role, "content": _content(message.content, message.images)}
         if message.role == "assistant" and message.thinking:
             given["reasoning_content"] = message.thinking
         if message.role == "assistant" and message.tool_calls:
@@ -110,6 +111,13 @@ def _messages(body: protocol.ChatBody) -> list[dict[str, Any]]:
                 given["name"] = name
         messages.append(given)
     return messages
+
+
+def _content(text: str | None, images: list[str] | None) -> Any:
+    """Content of a message: its text, after its pictures if it has some."""
+    if not images:
+        return text or ""
+    return [*(image_part(f"data:;base64,{image}") for image in images), {"type": "text", "text": text or ""}]
 
 
 def _take(open_calls: deque[tuple[str, str]], name: str | None) -> str | None:

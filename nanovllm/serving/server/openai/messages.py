@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from nanovllm.features.chat.plain_messages import bytes_of_url, data_of_url
 from nanovllm.serving.server.hints import OPENAI
+from nanovllm.serving.server.media_hosts import RemotePicture
 from nanovllm.serving.server.strict import AnyObject, Each, Strict, text_alone
 
 
@@ -18,12 +20,33 @@ class TextPart(Strict):
     text: str
 
 
+def _checked(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        data_of_url(url)
+    return url
+
+
+ImageAddress = Annotated[str, AfterValidator(_checked)]
+
+
+class ImageUrl(Strict):
+    hints: ClassVar = {"detail": "the model's processor decides"}
+
+    url: ImageAddress
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
 class RefusalPart(Strict):
     type: Literal["refusal"]
     refusal: str
 
 
 Content = str | Each[Annotated[TextPart, text_alone("text")]] | None
+GivenPart = Annotated[TextPart | ImagePart, Field(discriminator="type"), text_alone("text", "image_url")]
 AnswerPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
@@ -52,7 +75,7 @@ class SystemMessage(_Message):
 
 class UserMessage(_Message):
     role: Literal["user"]
-    content: Content
+    content: str | Each[GivenPart] | None
     name: str | None = None
 
 
@@ -101,4 +124,22 @@ def as_conversation(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _content_of(message: Any) -> dict[str, Any]:
-    return {"content": None} if message.content is None else {}
+    if message.content is None:
+        return {"content": None}
+    if isinstance(message.content, str) or not any(isinstance(part, ImagePart) for part in message.content):
+        return {}
+    return {
+        "content": [_picture(part) if isinstance(part, ImagePart) else part.model_dump() for part in message.content]
+    }
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """A picture as a part of a chat request."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _picture(part: ImagePart) -> dict[str, Any]:
+    """A part with a picture: its bytes, or the address from which an allowed host gives them."""
+    url = part.image_url.url
+    is_remote = url.startswith(("http://", "https://"))
+    return {"type": "image", "image": RemotePicture(url) if is_remote else bytes_of_url(url, "image_url")}

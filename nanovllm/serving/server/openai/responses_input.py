@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.serving.server.openai import responses_protocol as protocol
+from nanovllm.serving.server.openai.messages import image_part
 from nanovllm.serving.server.openai.protocol import ChatRequest
 from nanovllm.serving.server.strict import tell_hint
 
@@ -104,7 +105,7 @@ def new_messages(body: protocol.ResponsesRequest) -> list[dict[str, Any]]:
                 answer = _answer(messages, joins=True)
                 answer["content"] += _text(item.content)
             case protocol.MessageItem():
-                messages.append({"role": item.role, "content": _text(item.content)})
+                messages.append({"role": item.role, "content": _content(item.content)})
             case protocol.ReasoningItem():
                 if thought := _thought(item):
                     _answer(messages, joins=False)["reasoning_content"] = thought
@@ -129,8 +130,25 @@ def _answer(messages: list[dict[str, Any]], *, joins: bool) -> dict[str, Any]:
     return messages[-1]
 
 
-def _text(content: str | list[protocol.InputText | protocol.Refusal] | None) -> str:
+def _text(content: str | list[Any] | None) -> str:
+    if _has_picture(content):
+        raise ValueError("input: a picture stands in a message of the user alone.")
     return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+def _has_picture(content: str | list[Any] | None) -> bool:
+    return any(isinstance(part, protocol.InputImage) for part in content or ())
+
+
+def _content(content: str | list[Any] | None) -> Any:
+    """Content of a message: a text, or parts where there are pictures."""
+    if not _has_picture(content):
+        return _text(content)
+    parts: list[Any] = list(content or ())
+    return [
+        image_part(part.image_url) if isinstance(part, protocol.InputImage) else {"type": "text", "text": part.text}
+        for part in parts
+    ]
 
 
 def _thought(item: protocol.ReasoningItem) -> str:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, ModelWrapValidatorHandler, PrivateAttr, f
 
 from nanovllm.serving.server.answers.template_options import EFFORTS
 from nanovllm.serving.server.hints import RESPONSES
+from nanovllm.serving.server.openai.messages import ImageAddress
 from nanovllm.serving.server.openai.protocol import Number
 from nanovllm.serving.server.strict import AnyObject, Each, Strict, lets_pass, tell_hint, text_alone
 
@@ -39,7 +40,18 @@ class Refusal(Strict):
         return self.refusal
 
 
+class InputImage(Strict):
+    hints: ClassVar = {"detail": "the model's processor decides"}
+    refused: ClassVar = {"file_id": ((None,), "files are not stored; send a data URL as image_url")}
+
+    type: Literal["input_image"]
+    image_url: ImageAddress
+
+
 Part = Annotated[InputText | Refusal, Field(discriminator="type"), text_alone("input_text")]
+GivenPart = Annotated[
+    InputText | InputImage | Refusal, Field(discriminator="type"), text_alone("input_text", "input_image")
+]
 
 
 class MessageItem(Strict):
@@ -49,7 +61,7 @@ class MessageItem(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Each[Part] | None
+    content: str | Each[GivenPart] | None
     id: str | None = None
     status: str | None = None
 

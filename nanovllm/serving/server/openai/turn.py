@@ -20,6 +20,7 @@ from nanovllm.serving.server.answers.reasoning import ends_in_thought, is_left_o
 from nanovllm.serving.server.answers.template_options import effort_options, known_options
 from nanovllm.serving.server.answers.thought_count import num_thought_tokens
 from nanovllm.serving.server.answers.tool_calls import FORMATS
+from nanovllm.serving.server.media_hosts import fetched, remote_pictures
 from nanovllm.serving.server.openai.forms import constraints_of, error_field, named_error
 from nanovllm.serving.server.openai.limits import check_size, engine_options
 from nanovllm.serving.server.openai.protocol import ChatRequest
@@ -48,6 +49,7 @@ class ChatTurn:
         check_size(state, body, 1, self.num_logprobs)
         check_size(state, body, 1, body.prompt_logprobs, "prompt_logprobs")
         self._conversation = body.conversation()
+        self._remote = remote_pictures(self._conversation, state.settings.allowed_media_hosts)
         self.tools = body.callable_tools
         state.check_conversation(self._conversation, self.tools, body.chat_template_kwargs)
         self._template_options = template_options(body, state.template_variables, state.answer_format)
@@ -72,6 +74,7 @@ class ChatTurn:
     async def start(self, kind: OutputKind) -> OutputStream:
         """Queue the conversation; raises like `AsyncLLM.submit_chat`."""
         self._streams_calls = kind is OutputKind.DELTA and not self._whole_calls
+        await self._fetch()
         if self._constraints.is_needed:
             return await self._start_constrained(kind)
         return await self._state.engine.submit_chat(
@@ -83,6 +86,13 @@ class ChatTurn:
             output_kind=kind,
             **self._options,
         )
+
+    async def _fetch(self) -> None:
+        """Fetch the pictures of other servers, once."""
+        if self._remote:
+            hosts = self._state.settings.allowed_media_hosts
+            self._conversation = await fetched(self._conversation, hosts)
+            self._remote = []
 
     async def _start_constrained(self, kind: OutputKind) -> OutputStream:
         """Queue the rendered conversation; the end of its prompt says whether the answer begins in thought."""
@@ -100,6 +110,7 @@ class ChatTurn:
 
     async def prompt_token_ids(self, params: SamplingParams | None = None) -> list[int]:
         """Render the conversation; with the parameters of an answer raises PromptTooLongError."""
+        await self._fetch()
         return await self._state.engine.apply_chat_template(
             self._conversation, tools=self.tools, answer_params=params, **self._template_options
         )
