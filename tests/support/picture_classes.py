@@ -6,13 +6,15 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from nanovllm.features.media.pictures import placeholder_of
 
 FAMILIES = {
-    "pixels": "aya_vision cohere2_vision deepseek_vl got_ocr2 internvl llava ovis2 qianfan_ocr",
+    "pixels": "aya_vision cohere2_vision deepseek_vl got_ocr2 internvl janus llava ovis2 qianfan_ocr "
+    "video_llava vipllava",
     "sizes": "lighton_ocr mistral3",
     "tiles": "llava_next llava_next_video llava_onevision",
     "frames": "idefics2 idefics3 smolvlm",
-    "grid": "cosmos3_edge cosmos3_omni exaone4_5 glm4v_moe glm_ocr glmga hyperclovax_vision_v2 lfm3_vl "
+    "grid": "cosmos3_edge cosmos3_omni exaone4_5 glm4v glm4v_moe glm_ocr glmga hyperclovax_vision_v2 lfm3_vl "
     "qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe",
-    "patches": "paddleocr_vl",
+    "pairs": "muse_glimmer muse_spark",
+    "patches": "kimi_k25 paddleocr_vl",
     "padded": "lfm2_vl",
 }
 FORMS = {family: form for form, families in FAMILIES.items() for family in families.split()}
@@ -25,8 +27,15 @@ SIZES = {
     "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "image_size": SIDE, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "image_token_id": 264, "image_token_index": 264, "video_token_id": 265,
-    "deepstack_visual_indexes": [0],
+    "deepstack_visual_indexes": [0], "vision_feature_layers": (-1, -2), "projection_dim": 64,
+    "projector_hidden_size": 64, "projection_hidden_size": 64,
 }  # fmt: skip
+OWN_SIZES = {
+    "kimi_k25": {"num_key_value_heads": 4},
+    "intermediate_size": 256,
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256},
+}
 
 
 def picture_class_model(family):
@@ -35,7 +44,7 @@ def picture_class_model(family):
     text = config.get_text_config()
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     for part in (config, *(each for each in vars(config).values() if hasattr(each, "to_dict"))):
-        for name, value in SIZES.items():
+        for name, value in (SIZES | OWN_SIZES.get(family, {})).items():
             before = getattr(part, name, None)
             if name == "image_size" and isinstance(before, (list, tuple)):
                 setattr(part, name, [value] * len(before))
@@ -74,6 +83,7 @@ def tensors_of(family, model, seed):
         "tiles": lambda: {"pixel_values": random(1, 3, 3, SIDE, SIDE), "image_sizes": torch.tensor([[SIDE, 2 * SIDE]])},
         "frames": lambda: {"pixel_values": random(1, 1, 3, SIDE, SIDE)},
         "grid": lambda: {"pixel_values": random(height * width, flat), "image_grid_thw": grid},
+        "pairs": lambda: {"pixel_values": random(height * width, 2 * flat), "image_grid_thw": grid},
         "patches": lambda: {"pixel_values": random(height * width, 3, patch, patch), "image_grid_thw": grid},
         "padded": lambda: {
             "pixel_values": random(1, height * width, flat), "spatial_shapes": grid[:, 1:],

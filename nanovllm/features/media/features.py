@@ -30,7 +30,8 @@ class Features:
     def __init__(self, output: Any, rows: Sequence[Tensor]) -> None:
         self.kind = type(output)
         self.has_levels = output.get(LEVELS) is not None
-        self.are_split = [isinstance(part, (list, tuple)) for part in _parts(output)]
+        # Leading sizes of each part, None of a list: some models ask for the rank that their encoder returns.
+        self.leading = [None if isinstance(part, (list, tuple)) else (1,) * (part.dim() - 2) for part in _parts(output)]
         self.rows, *self.levels = rows
 
     @property
@@ -197,7 +198,8 @@ class StepFeatures:
             for values, of_others in zip((self._embeddings, *self._levels), others, strict=True)
         ]
         embeddings, *levels = [
-            (part,) if is_split else part for part, is_split in zip(parts, self._first.are_split, strict=True)
+            (part,) if leading is None else part.reshape(*leading, *part.shape)
+            for part, leading in zip(parts, self._first.leading, strict=True)
         ]
         output = self._first.kind(pooler_output=embeddings)
         if self._first.has_levels:

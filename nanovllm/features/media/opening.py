@@ -20,10 +20,10 @@ from nanovllm.features.media.reading import PictureReader
 logger = logging.getLogger("nanovllm")
 _END = "ForConditionalGeneration"
 TESTED = (  # classes, without their end
-    "AyaVision Cohere2Vision Cosmos3Edge Cosmos3Omni DeepseekVL Exaone4_5 Glm46V Glm4vMoe GlmOcr GotOcr2 "
-    "HyperCLOVAXVisionV2 Idefics2 Idefics3 InternVL Lfm2Vl Lfm3Vl LightOnOcr Llava LlavaNext LlavaNextVideo "
-    "LlavaOnevision Mistral3 Ovis2 PaddleOCRVL QianfanOCR Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 "
-    "Qwen3_5Moe SmolVLM "
+    "AyaVision Cohere2Vision Cosmos3Edge Cosmos3Omni DeepseekVL Exaone4_5 Glm46V Glm4v Glm4vMoe GlmOcr GotOcr2 "
+    "HyperCLOVAXVisionV2 Idefics2 Idefics3 InternVL Janus Kimi_K25 Lfm2Vl Lfm3Vl LightOnOcr Llava LlavaNext "
+    "LlavaNextVideo LlavaOnevision Mistral3 MuseGlimmer MuseSpark Ovis2 PaddleOCRVL QianfanOCR Qwen2VL Qwen2_5_VL "
+    "Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe SmolVLM VideoLlava VipLlava "
 )
 
 
