@@ -32,10 +32,9 @@ class EncodedFirst:
             books = self._scheduler.block_manager
             start = len(books.lookup(sequence)) * books.block_size
             lacking = sequence.media.within(start, sequence.num_prompt_tokens)
-            if not self._encoder.is_ready(dict.fromkeys(span.picture for span in lacking)):
+            if not self._encoder.is_ready(span.picture for span in lacking):
                 for other in islice(self._scheduler.waiting.in_order(), _AHEAD):
                     if other.media is not None:
-                        self._encoder.is_ready(dict.fromkeys(span.picture for span in other.media.spans))
+                        self._encoder.is_ready(span.picture for span in other.media.spans)
                 return False
-        has_time: bool = self._inner.has_time(sequence)
-        return has_time
+        return bool(self._inner.has_time(sequence))

@@ -60,7 +60,6 @@ class Encoder:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[Picture, Features] = OrderedDict()
         self._num_bytes = 0
-        self.num_encoded = 0
         self._wanted: OrderedDict[Picture, None] = OrderedDict()
         self.device = binding.device
         # Digests of pictures that only the steps of their own requests encode: one failed, or made room for others.
@@ -137,7 +136,6 @@ class Encoder:
             inputs = {name: torch.cat([value, *(other[name] for other in others)]) for name, value in inputs.items()}
         with as_its_owner_has_it(binding):
             output = binding.model.base_model.get_image_features(**inputs, return_dict=True)
-        self.num_encoded += len(pictures)
         counts = [picture.num_tokens for picture in pictures]
         parts = [_flat(part) for part in _parts(output)]
         if sum(counts) != len(parts[0]):

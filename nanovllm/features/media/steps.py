@@ -187,7 +187,7 @@ def add_pictures(engine: Any) -> None:
     runner = engine.model_runner
     binding = runner.binding
     encoder = None if binding.ranks is not None else Encoder(binding, PICTURE_BYTES)
-    if (use_pictures := getattr(engine.input_processor.parts, "use_pictures", None)) is not None:
+    if use_pictures := getattr(engine.input_processor.parts, "use_pictures", None):
         use_pictures(open_reader(binding.model, runner.config, encoder))
     if encoder is None:
         return
