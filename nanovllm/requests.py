@@ -165,7 +165,7 @@ class RequestParts:
         return whole(text)
 
     def plain(self, prompt: Any, tokenize: Callable[..., list[int]]) -> Any:
-        """Text or token ids of a prompt, which may have further forms; raises TypeError or ValueError for another."""
+        """Text or token ids of a prompt that is a dictionary; raises TypeError or ValueError for another form."""
         return prompt
 
     params: type[SamplingParams] = SamplingParams
@@ -261,7 +261,7 @@ class InputProcessor:
             try:
                 _check_options(params, own_priority, salt, own_timeout, own_client)
                 params = self.parts.completed(params)
-                prompt = self.parts.plain(prompt, self.tokenize)
+                prompt = self.parts.plain(prompt, self.tokenize) if isinstance(prompt, Mapping) else prompt
                 token_ids = self._token_ids(prompt, params)
                 check_prompt(token_ids, self.limits.vocab_size, self.config.max_model_len)
                 if id(params) not in prepared:

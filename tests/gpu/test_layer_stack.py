@@ -221,7 +221,7 @@ def tokens_of(folder, options):
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **OPTIONS) as llm:
         outputs = llm.generate(random_prompts(5), options, use_tqdm=False)
         executor = llm._engine.model_runner.executor
-        is_one = executor._stacked is not None and executor._stacked.num_launched > 0
+        is_one = executor.stacked is not None and executor.stacked.num_launched > 0
     return [list(output.outputs[0].token_ids) for output in outputs], is_one
 
 
@@ -305,13 +305,13 @@ def test_drafts_whose_rows_read_one_another_run_layer_by_layer_and_are_as_exact(
     options = OPTIONS | {"block_size": 16, "speculation": ExactDrafter(exact)}
     with LLM(folder, tokenizer=tiny_tokenizer(), dtype="bfloat16", **options) as llm:
         runner = llm._engine.model_runner
-        launch = runner.executor._stacked.launch
+        launch = runner.executor.stacked.launch
 
         def only_without_chains(*step):
             assert not chains[-1]
             return launch(*step)
 
-        monkeypatch.setattr(runner.executor._stacked, "launch", only_without_chains)
+        monkeypatch.setattr(runner.executor.stacked, "launch", only_without_chains)
         for cache in runner.binding.caches.of_layers:
             cache[:, 16:].normal_(std=20)
 

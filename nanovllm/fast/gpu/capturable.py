@@ -74,10 +74,9 @@ def weight_addresses(binding: ModelBinding) -> list[int]:
 
 def runs_whole(binding: ModelBinding) -> bool:
     """Whether the coming step cannot be one that was captured: a live module has hooks, or rows are given."""
-    given = binding.passes.given
-    return (given is not None and given.is_whole) or (
-        binding.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(binding.model))
-    )
+    if binding.passes.given is not None and binding.passes.given.is_whole:
+        return True
+    return binding.is_live and any(m._forward_hooks or m._forward_pre_hooks for m in modules_of(binding.model))
 
 
 def splits_head(binding: ModelBinding) -> bool:

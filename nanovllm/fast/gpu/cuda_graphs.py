@@ -92,7 +92,7 @@ class GraphExecutor:
         # Output of the first graph: [max_samples, hidden_size], or logits where the head is not computed apart.
         self._states: Tensor | None = None
         self._logits: Tensor | None = None  # [max_samples, vocab_size], for steps that the host's sampler finishes
-        self._stacked: StackedSteps | None = None
+        self.stacked: StackedSteps | None = None
         self._pool = GraphPool(binding.device)
         self._forwards = ForwardGraphs(self._buckets, may_wait=config.tensor_parallel_size == 1)
         self._heads = HeadGraphs()
@@ -107,9 +107,7 @@ class GraphExecutor:
         A step of plain sequences alone has no report.
         """
         chains = self._binding.stacked is not None and reads_own_rows(layout, self._block_size)
-        given = self._binding.passes.given
-        is_plain = report is None and given is None and not chains
-        if self._stacked and is_plain and (draw_stacked := self._stacked.launch(batch, layout)):
+        if self.stacked and report is None and not chains and (draw_stacked := self.stacked.launch(batch, layout)):
             return draw_stacked
         sequences = batch.sampling
         positions = layout.sampled_positions.tolist()
@@ -287,7 +285,7 @@ class GraphExecutor:
         """Compile the step's code and capture the usual shapes."""
         if self._splits_head:
             parts = self._binding, self._config, self.run_layers
-            self._stacked = build_stacked_steps(*parts, sampled=self._sampled, begin=self._begin)
+            self.stacked = build_stacked_steps(*parts, sampled=self._sampled, begin=self._begin)
         if self._captures:
             self._lacking.extend(self._start_up())
             self._capture_lacking()
@@ -359,6 +357,6 @@ class GraphExecutor:
             self._pool.reset()
         self._extras.drop_late_draw()
         self._lacking.clear()
-        self._states = self._logits = self._stacked = None
+        self._states = self._logits = self.stacked = None
 
     close = _drop_graphs

@@ -43,4 +43,4 @@ class AsyncTokenization:
     @property
     def takes_pictures(self: Any) -> bool:
         """Whether messages may have pictures."""
-        return getattr(self._input_processor.parts.pictures, "registry", None) is not None
+        return hasattr(self._input_processor.parts.pictures, "registry")

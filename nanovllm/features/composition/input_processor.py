@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +70,6 @@ class AllParts(RequestParts):
 
     def plain(self, prompt: Any, tokenize: Callable[..., list[int]]) -> Any:
         """See `RequestParts`: a dictionary is read, with the pictures of a model that takes some."""
-        if not isinstance(prompt, Mapping):
-            return prompt
         return plain_prompt(prompt) if self.pictures is None else self.pictures.plain(prompt, tokenize)
 
     def ended(self, prompt: Any, token_ids: list[int], params: SamplingParams) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanovllm.layout import LayerTraits, Sight
+from nanovllm.layout import Sight
 
 if TYPE_CHECKING:
     from nanovllm.attention import AttentionLayer
@@ -83,11 +83,8 @@ class StateKind(NamedTuple):
 FULL = StateKind()
 
 
-def traits_within(traits: LayerTraits, num_positions: int) -> LayerTraits:
-    """The traits for sequences of at most `num_positions`; see `StateKind.within`."""
-    return replace(traits, sight=Sight(*StateKind(*traits.sight).within(num_positions).spans))
-
-
 def widen(layers: list[AttentionLayer], num_positions: int) -> None:
     """Replace windows that hide nothing from sequences of at most `num_positions`."""
-    layers[:] = [replace(layer, traits=traits_within(layer.traits, num_positions)) for layer in layers]
+    for index, layer in enumerate(layers):
+        sight = Sight(*StateKind(*layer.traits.sight).within(num_positions).spans)
+        layers[index] = replace(layer, traits=replace(layer.traits, sight=sight))

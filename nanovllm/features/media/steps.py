@@ -135,11 +135,13 @@ class MediaPasses:
     """Lets the forward passes of a binding take a step's features and threefold positions, while there are any.
 
     Args:
-        passes: `ForwardPasses`; their `logits` is replaced.
+        binding: the `logits` of its `ForwardPasses` is replaced.
+        executor: a GPU's launches decodes of plain sequences in one, which has no positions of their own.
     """
 
-    def __init__(self, binding: ModelBinding) -> None:
+    def __init__(self, binding: ModelBinding, executor: Any) -> None:
         self._binding = binding
+        self._executor = executor
         self._passes = passes = binding.passes
         self._logits: Callable[..., Tensor] = passes.logits
         passes.given = None
@@ -153,6 +155,8 @@ class MediaPasses:
         binding = self._binding
         stacks = [binding.stacked, *(layer.stack for layer in binding.fused_layers[:1])]
         attributes: list[tuple[Any, str, Any]] = [(passes, "given", given)]
+        if hasattr(self._executor, "stacked"):
+            attributes.append((self._executor, "stacked", None))
         if given.is_whole:
             attributes += [
                 (passes, "direct", None),
@@ -192,7 +196,7 @@ def add_pictures(engine: Any) -> None:
     if encoder is None:
         return
     is_packed = not isinstance(runner.executor, DirectExecutor)
-    launches = PictureLaunches(runner.launch_step, MediaPasses(binding), encoder, is_packed=is_packed)
+    launches = PictureLaunches(runner.launch_step, MediaPasses(binding, runner.executor), encoder, is_packed=is_packed)
     runner.launch_step = launches.launch
     engine.scheduler.budget = EncodedFirst(engine.scheduler, encoder)
     inner = runner.executor.model_changed

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.groups.state_kinds import traits_within
+from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.features.headless import is_headless
 from nanovllm.features.speculation.drafter import Drafter
 from nanovllm.features.speculation.lengths import DraftLengths
@@ -82,7 +82,7 @@ def check_draft_model(
     if is_headless(binding.model):
         raise ValueError(f"{name}it has no language model head, so it drafts nothing. Name a model that generates.")
     if binding.mixers or any(
-        not traits_within(layer.traits, config.max_model_len).sight.is_full for layer in binding.layers
+        not StateKind(*layer.traits.sight).within(config.max_model_len).is_full for layer in binding.layers
     ):
         raise ValueError(
             f"{name}{type(binding.model).__name__} has layers that forget earlier tokens; rejected drafts must be "

@@ -112,7 +112,7 @@ def _connected(parts: SplitResult, end: float) -> Iterator[http.client.HTTPConne
     wait = max(0.1, end - time.monotonic())
     with socket.create_connection((address, port), timeout=wait) as plain, plain.dup() as twin:
         # A timeout of the socket bounds the wait for each byte, and not for the answer.
-        timer = threading.Timer(end - time.monotonic(), _cut, [twin])
+        timer = threading.Timer(wait, _cut, [twin])
         timer.start()
         try:
             connection.sock = plain
