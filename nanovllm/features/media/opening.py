@@ -81,7 +81,7 @@ def open_reader(model: Any, config: Any, encoder: Encoder | None = None) -> Pict
             raise ValueError(
                 f"mm_processor_kwargs is {options}, with which a picture cannot be read: {error}"
             ) from error
-        return NoReader(f"its processor cannot read one: {error}")
+        return NoReader(f"its processor or its encoder fails on one: {error}")
     name = type(model).__name__
     if name.removesuffix(_END).rstrip("_") not in TESTED.split():
         logger.warning("%s takes pictures, and no test of this engine runs the class with them", name)
