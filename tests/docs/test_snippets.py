@@ -28,6 +28,7 @@ NOT_RUN = {
     "Ray, in .ci/ray": 7,
     "a GPU": 1,
     "a program of others": 1,
+    "a vision-language checkpoint, in tests/media": 1,
     "an engine of containers": 1,
     "clients, in .ci/clients": 11,
     "lm-eval, in .ci/evaluation": 2,
