@@ -82,8 +82,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 535_000
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 601_900
+    yield "package: tokens", num_tokens(PYTHON), 535_100
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 602_000
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 54_500
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 8_966
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213

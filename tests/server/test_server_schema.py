@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings, strategies
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.errors import InvalidSchema
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -59,6 +60,11 @@ NOT_TOLD = [
     r"tool_calls\[\d+\].function.arguments: the arguments of .* are not valid JSON",
     "half of a surrogate pair",
     "it is nested too deeply",
+    # known to the model, the server's hosts and a decoder alone
+    "this engine reads text alone",
+    "is not fetched: its host is not one of",
+    "an image's data URL is no base64",
+    "the chat template refuses this conversation: continue_final_message",  # where no text is last
     # known to the compiler alone
     "structured_output",
 ]
@@ -98,6 +104,14 @@ def in_whole_numbers(value):
     return value
 
 
+@strategies.composite
+def built(draw, cases):
+    try:
+        return draw(cases)
+    except InvalidSchema:  # of the generator's: now and then it chooses an array that it cannot build
+        reject()
+
+
 def is_told(answer):
     """Whether the schema could express an error."""
     message = answer.json()["error"]["message"]
@@ -114,7 +128,7 @@ def test_what_the_description_allows_succeeds_and_nothing_is_a_server_error(desc
         pytest.skip("it takes nothing that could be wrong")
     statuses = Counter()
 
-    @given(operation.as_strategy(generation_mode=mode))
+    @given(built(operation.as_strategy(generation_mode=mode)))
     @settings(
         max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )

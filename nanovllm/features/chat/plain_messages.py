@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
@@ -25,11 +24,13 @@ def bytes_of_url(given: Any, where: str) -> bytes:
     """The bytes of a data URL, or of {"url": ...}; raises ValueError for any other address, which is not opened."""
     url = given.get("url") if isinstance(given, Mapping) else given
     try:
-        return base64.b64decode(data_of_url(str(url)), validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"{where}: an image's data URL is no base64: {error}.") from None
+        data = data_of_url(str(url))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    try:
+        return base64.b64decode(data, validate=True)
+    except ValueError as error:
+        raise ValueError(f"{where}: an image's data URL is no base64: {error}.") from None
 
 
 def data_of_url(url: str) -> str:

@@ -26,7 +26,9 @@ def _checked(url: str) -> str:
     return url
 
 
-ImageAddress = Annotated[str, AfterValidator(_checked)]
+ImageAddress = Annotated[
+    str, AfterValidator(_checked), Field(json_schema_extra={"pattern": "^(https?://|data:[^,]*;base64,)"})
+]
 
 
 class ImageUrl(Strict):
