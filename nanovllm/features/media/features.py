@@ -52,7 +52,7 @@ class Encoder:
     """Computes features by the model, and keeps those used last.
 
     Args:
-        max_bytes: bytes of kept features; those of one step stay regardless.
+        max_bytes: bytes of kept features, but one; a step that needs more encodes some of them twice.
     """
 
     def __init__(self, binding: ModelBinding, max_bytes: int) -> None:
