@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from nanovllm.cli.units import whole_number
@@ -134,20 +135,12 @@ def _weight(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form CLIENT=WEIGHT, such as batch=0.25") from None
 
 
-def _limit(text: str) -> tuple[str, int]:
+def _entry(text: str, parse: Callable[[str], Any], form: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
-        return name, int(value)
+        return name, parse(value)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form image=NUMBER, such as image=4") from None
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=JSON, such as max_pixels=1003520") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}") from None
 
 
 def _policy(text: str) -> tuple[str, str]:
@@ -191,8 +184,8 @@ _PAIRS: dict[str, Callable[[str], Any]] = {
     "int": _bias,
     "str": _weight,
     "PolicyKind": _policy,
-    "Modality": _limit,
-    "ProcessorOption": _argument,
+    "Modality": partial(_entry, parse=int, form="image=NUMBER, such as image=4"),
+    "ProcessorOption": partial(_entry, parse=json.loads, form="NAME=JSON, such as max_pixels=1003520"),
 }
 _PAIR_METAVARS = {
     "int": "TOKEN_ID=BIAS",
