@@ -57,7 +57,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     has_passed, branches = measure([])
     yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
     yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 4.2
-    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 129
+    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 132
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_332
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 148
     for file, function, max_lines, max_tokens in (
@@ -69,7 +69,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
         yield f"{function} in {file}: lines", num_function_lines, max_lines
         yield f"{function} in {file}: tokens", num_function_tokens, max_tokens
     # Processors differ in the layers that they run fused, runs in the pieces of memory that a thread takes.
-    limits = {"construction": (84, 440, 1_440), "one token": (35, 154, 85)}
+    limits = {"construction": (84, 441, 1_440), "one token": (35, 154, 86)}
     for name, walk in default_walks():
         for what, figure, limit in zip(
             ("files", "functions", "room changes"),
@@ -82,16 +82,16 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 535_100
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 602_000
-    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 54_500
-    yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 8_966
+    yield "package: tokens", num_tokens(PYTHON), 549_100
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 623_200
+    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 55_300
+    yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 9_129
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213
     yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.82
     parallel = 1_000 * num_parallel_assignments(PYTHON) / num_code_lines(PYTHON)
     yield "parallel assignments in 1,000 lines of code", round(parallel, 1), 4
     sizes = [tokens for path in PYTHON for _, _, tokens in functions(path)]
-    yield f"functions of over {MAX_FUNCTION_TOKENS} tokens", sum(size > MAX_FUNCTION_TOKENS for size in sizes), 155
+    yield f"functions of over {MAX_FUNCTION_TOKENS} tokens", sum(size > MAX_FUNCTION_TOKENS for size in sizes), 159
     yield "stale rows of docs/capabilities.md", len(differences(PAGE.read_text(encoding="utf-8"))), 0
     names = [path for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")]
     yield "names at the top of the package", len(names), 35

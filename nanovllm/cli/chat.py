@@ -21,6 +21,7 @@ from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
 from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
 from nanovllm.cli.sampling_flags import (
+    adapter_name,
     add_sampling_flags,
     add_timeout_flag,
     load_llm,
@@ -67,6 +68,7 @@ def add_chat_command(commands: Any) -> None:
 
 def _chat(options: argparse.Namespace) -> int:
     take_model_argument(options)
+    adapter_name(options)
     conversation = Conversation(options.system, sampling_options(options), show=print_notice)
     is_at_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     if is_at_terminal:
@@ -181,12 +183,13 @@ def _add_model_command(
         if not name:
             conversation.show(options.model)
             return
-        wanted = argparse.Namespace(**vars(options) | {"model": name, "tokenizer": None})
+        wanted = argparse.Namespace(**vars(options) | {"model": name, "tokenizer": None, "adapter": []})
         check_start(wanted, engine_options(wanted))
         conversation.show(f"loading {name}")
         loading.switch(wanted)
         options.model = name
         options.tokenizer = None
+        options.adapter = []
         answers.forget()
 
     conversation.further["model"] = model

@@ -9,11 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.conversation import Conversation
 from nanovllm.cli.display import Display, PlainDisplay, draws, print_notice, printable
-from nanovllm.cli.sampling_flags import sampling_params
+from nanovllm.cli.sampling_flags import adapter_name, sampling_params
 
 if TYPE_CHECKING:
     from nanovllm.features.sampling_params import SamplingParams
@@ -49,6 +49,10 @@ class Answers:
     def model_name(self) -> str:
         return os.path.basename(str(self._options.model).rstrip("/"))
 
+    @property
+    def _of_requests(self) -> dict[str, Any]:
+        return {"timeout": self._options.timeout, "adapter": adapter_name(self._options)}
+
     def forget(self) -> None:
         """Forget the last answer's tokens, which are another model's."""
         self._last = None
@@ -61,7 +65,7 @@ class Answers:
         llm = self._llm()
         params = sampling_params(self._conversation.sampling, llm)
         prompt = llm.apply_chat_template(self._conversation.with_question(question))[0]
-        last = self._show_stream(llm, llm.stream(prompt, params, timeout=self._options.timeout), params, "")
+        last = self._show_stream(llm, llm.stream(prompt, params, **self._of_requests), params, "")
         is_same = self._conversation.record(question, "" if last is None else last.text)
         if is_same and self._is_terminal:
             print_notice("[the same answer: it is greedy or has a seed; /set temperature 0.8 draws others]", sys.stderr)
@@ -76,7 +80,7 @@ class Answers:
             raise ValueError("the last answer ended by itself. Ask for more in a message.")
         llm = self._llm()
         params = sampling_params(self._conversation.sampling, llm)
-        stream = llm.resume(output, params, timeout=self._options.timeout)
+        stream = llm.resume(output, params, **self._of_requests)
         last = self._show_stream(llm, stream, params, completion.text)
         if last is not None:
             self._conversation.messages[-1]["content"] = last.text

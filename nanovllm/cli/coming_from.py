@@ -54,7 +54,10 @@ VLLM = """\
 | `--limit-mm-per-prompt`, `--mm-processor-kwargs` | `--limit-mm-per-prompt`, `--mm-processor-kwargs` | `image=4`; `NAME=JSON` for each argument ([images](images.md)) |
 | `--quantization` | `--quantization` | the checkpoint's own format is found; `int8` or `int4` on a CPU ([quantisation](quantisation.md)) |
 | `--speculative-config` | `--speculation`, `--draft-model`, `--num-speculative-tokens` | `suffix` or `draft`; tokens are those without drafts ([speculation](speculation.md)) |
-| `--enable-lora`, `--lora-modules`, `--max-loras`, `--max-lora-rank`, `--cpu-offload-gb`, `--hf-overrides`, `--rope-scaling` | | not there |
+| `--lora-modules NAME=PATH` | `--adapter NAME=PATH` | a flag for each ([adapters](server.md#how-are-adapters-served)) |
+| `--max-loras`, `--max-lora-rank` | `--max-loras`, `--max-lora-rank` | 8, 64 |
+| `--enable-lora` | not needed | adapters can always be loaded; by requests from `--adapter-folder` alone |
+| `--cpu-offload-gb`, `--hf-overrides`, `--rope-scaling` | | not there |
 | `--enable-chunked-prefill`, `--enable-prompt-tokens-details`, `--enable-force-include-usage`, `--enable-server-load-tracking`, `--use-v2-block-manager` | not needed | always on |
 | `--guided-decoding-backend`, `--structured-outputs-config` | not needed | there is one backend |
 | `--task`, `--runner`, `--convert` | not needed | every model embeds, and generates if it has a head |

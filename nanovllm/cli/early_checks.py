@@ -24,6 +24,7 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
     config = EngineConfig.from_options(**engine_options)
     if config.data_parallel_size > 1:
         check_extra("data_parallel_size", "serve", "msgspec")
+    _check_adapters(getattr(options, "adapter", None) or {})
     check_skipped_tokenizer(options.tokenizer, config)
     if options.tokenizer is not None and options.tokenizer != DEFAULT_MODEL:
         find_tokenizer(options.tokenizer)
@@ -42,6 +43,16 @@ def check_start(options: argparse.Namespace, engine_options: Mapping[str, Any]) 
         from nanovllm.features.kv_events.kv_events import KvEventPublisher
 
         KvEventPublisher.check(config)
+
+
+def _check_adapters(given: Any) -> None:
+    """Raise ValueError for a name or a folder of --adapter that cannot be: pairs of both, or a mapping."""
+    paths = dict(given)
+    if len(paths) < len(given):
+        raise ValueError(f"--adapter names one adapter twice: {', '.join(name for name, _ in given)}.")
+    for name, path in paths.items():
+        if not os.path.isdir(os.path.expanduser(path)):
+            raise ValueError(f"--adapter {name}={path}: there is no such folder. Name one that PEFT has saved.")
 
 
 def check_output(flag: str, path: str | None) -> None:

@@ -17,6 +17,8 @@ from nanovllm.features.engine_config import EngineConfig, fields_by_flag
 from nanovllm.models.default_model import DEFAULT_MODEL, ensure_default_model
 from nanovllm.models.hub_files import AUTO, gguf_path, split_name
 
+ADAPTER = "NAME=PATH"
+
 
 def add_model_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
     """Add the flags for model, verbosity and engine options.
@@ -93,6 +95,14 @@ def add_engine_flags(command: argparse.ArgumentParser, *, leave_out: Collection[
     add_flags(group, EngineConfig, {}, leave_out=leave_out)
 
 
+def add_adapter_flag(command: argparse.ArgumentParser, text: str) -> None:
+    """Add --adapter; `text` ends its help."""
+    command.add_argument(
+        "--adapter", action="append", default=[], type=_PAIRS["AdapterName"], metavar=ADAPTER,
+        help=f"load the LoRA adapter in the folder PATH, {text}",
+    )  # fmt: skip
+
+
 def engine_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the engine options that were set, validated without a model."""
     given = options_given(options, EngineConfig)
@@ -143,6 +153,12 @@ def _entry(text: str, parse: Callable[[str], Any], form: str) -> tuple[str, Any]
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form {form}") from None
 
 
+def _folder(text: str) -> str:
+    if not text:
+        raise ValueError
+    return text
+
+
 def _policy(text: str) -> tuple[str, str]:
     from nanovllm.features.policies.opening import kind_of  # a command without this flag imports no policies
 
@@ -185,6 +201,7 @@ _PAIRS: dict[str, Callable[[str], Any]] = {
     "str": _weight,
     "PolicyKind": _policy,
     "Modality": partial(_entry, parse=int, form="image=NUMBER, such as image=4"),
+    "AdapterName": partial(_entry, parse=_folder, form=f"{ADAPTER}, such as summaries=/srv/adapters/summaries"),
     "ProcessorOption": partial(_entry, parse=json.loads, form="NAME=JSON, such as max_pixels=1003520"),
 }
 _PAIR_METAVARS = {
@@ -192,6 +209,7 @@ _PAIR_METAVARS = {
     "str": "CLIENT=WEIGHT",
     "PolicyKind": "MODULE:CLASS",
     "Modality": "image=NUMBER",
+    "AdapterName": ADAPTER,
     "ProcessorOption": "NAME=JSON",
 }
 _METAVARS = {"Seconds": "TIME", "int": "INT", "float": "FLOAT", "str": "STR", "LogitsProcessor": "MODULE:FUNCTION"}

@@ -17,6 +17,7 @@ from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.flags import add_model_flags, engine_options
 from nanovllm.cli.prompt_files import Request, read_requests
 from nanovllm.cli.sampling_flags import (
+    adapter_name,
     add_sampling_flags,
     add_timeout_flag,
     check_sampling,
@@ -90,6 +91,7 @@ def add_generate_command(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> int:
     sampling = sampling_options(options)
+    adapter = adapter_name(options)
     if options.raw and options.system is not None:
         raise ValueError("--system is a message of the chat template, which --raw leaves out. Give one of the two.")
     requests = read_requests(options.prompts, options.file, options.format)
@@ -103,9 +105,9 @@ def _generate(options: argparse.Namespace) -> int:
         priorities = [priority for _, priority, _ in own]
         timeouts = [timeout for _, _, timeout in own]
         if len(prompts) == params[0].n == 1 and not options.json:
-            return _stream(llm, prompts[0], params[0], priority=priorities[0], timeout=timeouts[0])
-        progress = _shows_progress(options, len(prompts))
-        return _answer_all(llm, prompts, params, writer, progress=progress, priority=priorities, timeout=timeouts)
+            return _stream(llm, prompts[0], params[0], priority=priorities[0], timeout=timeouts[0], adapter=adapter)
+        each = {"priority": priorities, "timeout": timeouts, "adapter": adapter}
+        return _answer_all(llm, prompts, params, writer, progress=_shows_progress(options, len(prompts)), **each)
 
 
 def _own_options(

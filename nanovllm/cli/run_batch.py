@@ -14,7 +14,13 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from nanovllm.cli.early_checks import check_output, check_start
-from nanovllm.cli.flags import add_model_argument, add_model_flags, engine_options, take_model_argument
+from nanovllm.cli.flags import (
+    add_adapter_flag,
+    add_model_argument,
+    add_model_flags,
+    engine_options,
+    take_model_argument,
+)
 from nanovllm.cli.standard_input import read_standard_input
 from nanovllm.features.option_checks import utf8
 from nanovllm.serving.server.batch_files import ENDPOINTS, BatchRequest, answered_ids, read_batch
@@ -42,6 +48,7 @@ def add_run_batch_command(commands: Any) -> None:
         "--resume", action="store_true", help="go on with files that exist: leave out the lines that have a response"
     )
     batch.add_argument("--served-model-name", metavar="NAME", help="name of the model in the lines' bodies")
+    add_adapter_flag(batch, "the model NAME of lines; may be repeated")
     add_model_argument(batch)
     batch.set_defaults(run=_run_batch)
     add_model_flags(batch, leave_out={"max_queue"})
@@ -82,7 +89,7 @@ def _answer(
     from nanovllm.serving.async_llm import AsyncLLM  # imports torch
     from nanovllm.serving.server.batch import BatchAnswer, batch_settings, run_batch
 
-    settings = batch_settings(options.served_model_name)
+    settings = batch_settings(options.served_model_name, dict(options.adapter))
     engine = AsyncLLM(options.model, tokenizer=options.tokenizer, **engine_given)
     counts: Counter[bool] = Counter()  # number of lines by whether they failed
     with tqdm(total=len(requests), desc="Lines", disable=not sys.stderr.isatty()) as bar:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.early_checks import check_start
 from nanovllm.cli.errors import in_words
-from nanovllm.cli.flags import add_flags, engine_options, options_given
+from nanovllm.cli.flags import add_adapter_flag, add_flags, engine_options, options_given
 from nanovllm.fast.host.gc_control import collector_paused
 from nanovllm.features.option_checks import utf8
 from nanovllm.features.sampling_params import SamplingParams
@@ -38,7 +38,8 @@ def add_timeout_flag(command: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(command: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
-    """Add a flag for each field of `SamplingParams` that is not left out."""
+    """Add --adapter, and a flag for each field of `SamplingParams` that is not left out."""
+    add_adapter_flag(command, "which answers every prompt")
     group = command.add_argument_group("sampling options")
     add_flags(group, SamplingParams, HELP, leave_out=(*leave_out, *NO_FLAGS))
     forms = command.add_argument_group("structured output, by one of").add_mutually_exclusive_group()
@@ -99,9 +100,22 @@ def load_llm(options: argparse.Namespace, trace: TraceWriter | None = None) -> L
         from nanovllm import LLM  # imports torch, which takes seconds: only after the arguments passed their checks
 
     llm = LLM(options.model, tokenizer=options.tokenizer, trace=trace, **given)
-    if not llm.can_generate:
+    try:
+        if not llm.can_generate:
+            raise ValueError(
+                f"{options.model} has no language model head, so it generates nothing. It embeds: nanovllm serve."
+            )
+        for name, path in getattr(options, "adapter", ()):
+            llm.load_adapter(name, path)
+    except BaseException:
         llm.close()
-        raise ValueError(
-            f"{options.model} has no language model head, so it generates nothing. It embeds: nanovllm serve."
-        )
+        raise
     return llm
+
+
+def adapter_name(options: argparse.Namespace) -> str | None:
+    """The name of the adapter that answers all prompts; raises ValueError for several."""
+    names = [name for name, _ in options.adapter]
+    if len(names) > 1:
+        raise ValueError(f"--adapter gives {', '.join(names)}; one adapter answers all prompts. Give one of them.")
+    return names[0] if names else None

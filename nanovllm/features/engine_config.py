@@ -180,6 +180,18 @@ class _InOrder:
         check=option_checks.named_values,
         needs="features.media.reading",
     )
+    max_loras: int = option(
+        8,
+        "most adapters (LoRA) that compute in one step; requests of further ones wait.",
+        check=partial(integer, low=1),
+        needs="features.adapters.opening",
+    )
+    max_lora_rank: int = option(
+        64,
+        "largest rank of an adapter.",
+        check=partial(integer, low=1, high=512),
+        needs="features.adapters.opening",
+    )
     record_itl: bool
     seed: int
     kv_events: str | None = option(

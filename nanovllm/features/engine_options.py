@@ -45,6 +45,8 @@ class EngineOptions(TypedDict, total=False):
     chat_template_content_format: str
     limit_mm_per_prompt: dict[str, int] | None
     mm_processor_kwargs: dict[str, Any] | None
+    max_loras: int
+    max_lora_rank: int
     record_itl: bool
     seed: int
     kv_events: str | None

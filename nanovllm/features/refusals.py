@@ -31,6 +31,10 @@ REFUSALS: dict[str, Mapping[str, str]] = {
     "resume": {REPLICAS: "the tokens so far would go to any replica. Give them as the end of a prompt."},
     "beam_search": {REPLICAS: "beams fork sequences of one engine. Use one, or tensor_parallel_size."},
     "fork": {REPLICAS: "a request's KV is in one of them. Give its tokens as a prompt, for the prefix cache to find."},
+    "load_adapter": {
+        TENSOR_PARALLEL: "factors are not split among ranks. Merge the adapter into its base model, or use replicas.",
+        RAY: "a front knows a replica by its requests alone. Merge the adapter into its base model.",
+    },
     "reset_prefix_cache": {RAY: "a front knows a replica by its requests alone. Start the application anew."},
     "weights_changed": {
         REPLICAS: "nobody can have edited the weights of another process. Build a new LLM.",

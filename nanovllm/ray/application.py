@@ -31,6 +31,7 @@ NOT_ON_RAY = {
         "Serve's proxy takes the connections",
     ),
     **dict.fromkeys(("record", "record_max_bytes"), "each replica would write a file of its own on its machine"),
+    **dict.fromkeys(("adapter", "adapter_folder"), "a front loads nothing into the engines of other machines"),
     "log_format": "Ray's processes have logs of their own",
     "otlp_traces_endpoint": "Serve has spans of its own",
     "ui": "the live view shows one engine, and a page's requests would go to several",

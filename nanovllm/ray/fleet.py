@@ -32,6 +32,7 @@ from nanovllm.serving.replicas.messages import (
     Abort,
     Add,
     FromEngine,
+    LoadAdapter,
     Report,
     SentRequest,
     ToEngine,
@@ -120,7 +121,7 @@ class RayFleet:
         elif isinstance(message, Abort):
             self._cancel(message.placement)
         else:
-            refuse("reset_prefix_cache", RAY)
+            refuse("load_adapter" if isinstance(message, LoadAdapter) else "reset_prefix_cache", RAY)
 
     def stalled(self) -> list[ReplicaQueue]:
         return []  # Serve calls `Replica.check_health`

@@ -10,9 +10,12 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceABC
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, cast
 
 from nanovllm.errors import QueueFullError
+from nanovllm.features.adapters.loading import Adapter
+from nanovllm.features.adapters.opening import load_adapter, unload_adapter
+from nanovllm.features.adapters.salts import salted
 from nanovllm.features.chat.chat import Message
 from nanovllm.features.chat.tokenization import AsyncTokenization
 from nanovllm.features.engine_options import EngineOptions
@@ -46,6 +49,23 @@ if TYPE_CHECKING:
     from nanovllm.observability.trace_writer import TraceWriter
 
 Result = TypeVar("Result")
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a request.
+
+    adapter: name of a loaded adapter; None is the model alone.
+    priority: lower runs first.
+    cache_salt: prompts share cached prefixes only within one salt.
+    timeout: seconds from its arrival after which it ends with finish_reason "timeout" and its output so far.
+    client: clients of one priority share the engine, see `EngineConfig.client_weights`.
+    """
+
+    adapter: str | None
+    priority: int
+    cache_salt: str
+    timeout: float | None
+    client: str
 
 
 class AsyncLLM(AsyncTokenization, AsyncScoring):
@@ -106,11 +126,8 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        timeout: float | None = None,
-        client: str = "",
         output_kind: OutputKind | str = OutputKind.CUMULATIVE,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt, yielding outputs as they come; cancelling the task or closing the generator aborts it.
 
@@ -118,18 +135,15 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
             prompt: a string or a list of token ids.
             sampling_params: None takes `default_sampling_params`.
             request_id: its name in outputs and for `abort`; None makes a unique one.
-            priority: lower runs first.
-            cache_salt: prompts share cached prefixes only within one salt.
-            timeout: seconds from its arrival after which it ends with finish_reason "timeout" and its output so far.
-            client: clients of one priority share the engine, see `EngineConfig.client_weights`.
             output_kind: "cumulative", "delta" or "final", see `OutputKind`; a slow reader gets several tokens at once.
+            **options: see `RequestOptions`.
 
         Raises, before the first output: TypeError and ValueError for bad input, QueueFullError, EngineDeadError, and
         RuntimeError once it is closed.
         """
         submit = partial(
             self.submit, [prompt], sampling_params, request_ids=None if request_id is None else [request_id],
-            output_kind=output_kind, priority=priority, cache_salt=cache_salt, timeout=timeout, client=client,
+            output_kind=output_kind, **options,
         )  # fmt: skip
         return relay(submit)
 
@@ -175,6 +189,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
             request_ids = [uuid.uuid4().hex for _ in prompts]
         if not prompts or len(request_ids) != len(prompts):
             raise ValueError(f"there are {len(prompts)} prompts and {len(request_ids)} request ids; give one for each.")
+        options = self._with_salt(**options)
         prepare = partial(self._input_processor.process_each, list(prompts), sampling_params, **options)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         return await self._submit(prepare, request_ids, output_kind, sampling_params, texts, options.get("client"))
@@ -192,6 +207,7 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
     ) -> OutputStream:
         """Queue a conversation and return once it is queued; arguments as in `chat`."""
         check_head(self.limits)
+        options = self._with_salt(**options)
 
         def prepare(**given: Any) -> list[NewRequest]:
             processor = self._input_processor
@@ -204,6 +220,10 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
         texts = (messages, tools)
         client = options.get("client")
         return await self._submit(prepare, request_ids, output_kind, sampling_params, texts, client)
+
+    def _with_salt(self, *, adapter: Any = None, cache_salt: Any = "", **options: Any) -> dict[str, Any]:
+        """Options of requests, with the adapter that they name in their cache_salt."""
+        return options | {"cache_salt": salted(self._input_processor.parts.adapters, adapter, cache_salt)}
 
     async def _submit(
         self,
@@ -348,6 +368,19 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
     def replicas(self) -> list[ReplicaStatus]:
         """The state of each replica; empty with data_parallel_size=1. Never waits."""
         return self._engine_thread.statuses()
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> Adapter:
+        """As `LLM.load_adapter`, between two steps."""
+        return await self._run(lambda engine: load_adapter(engine, name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """As `LLM.unload_adapter`."""
+        await self._run(lambda engine: unload_adapter(engine, name))
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The loaded adapters by name."""
+        return dict(self._input_processor.parts.adapters)
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -12,6 +12,7 @@ from tqdm import tqdm
 import nanovllm.llm
 from nanovllm.fast.gpu.early_start import begin_gpu
 from nanovllm.fast.host.gc_control import collector_paused
+from nanovllm.features.adapters.adapting import Adapting
 from nanovllm.features.beams.beam_search import BeamSearching
 from nanovllm.features.chat.chatting import Chatting
 from nanovllm.features.engine_config import EngineConfig
@@ -59,7 +60,7 @@ def open_engine(
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
-class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM):
+class LLM(Adapting, Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM):
     """A model with its engine.
 
     Args:
@@ -94,6 +95,59 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
         super().__init__(model, tokenizer=tokenizer, on_step=on_step, trace=trace, **options)
         take_memory_when_idle(self._open_engine())
 
+    def generate(  # type: ignore[override]  # parameters have the options of features
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str] = "",
+        timeout: float | Sequence[float] | None = None,
+        client: str | Sequence[str] = "",
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts; returns one `RequestOutput` each, in their order.
+
+        Args:
+            prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list or an iterator
+                of any of them.
+            sampling_params: options of sampling; None takes `default_sampling_params`.
+            adapter: name of a loaded adapter; None is the model alone.
+            priority: priority level; the lowest runs first.
+            cache_salt: name of a separate part of the prefix cache; prompts share prefixes only under equal salts.
+            timeout: seconds after which a request ends with finish_reason "timeout" and its output so far.
+            client: name of a client; clients of one priority share the engine, see `client_weights`.
+            use_tqdm: True shows a progress bar on stderr.
+
+        Each option except use_tqdm is one value for all prompts, or a list of one each. A bad prompt or option raises
+        before any work starts, and so do more prompts than `max_queue` has room for (QueueFullError). A request with
+        non-finite logits ends with finish_reason "error"; any other failure ends all requests of the call and raises.
+        """
+        options: dict[str, Any] = {"priority": priority, "timeout": timeout, "client": client, "use_tqdm": use_tqdm}
+        salt = cache_salt if adapter is None and not cache_salt else self._salted(adapter, cache_salt)
+        return super().generate(prompts, sampling_params, cache_salt=salt, **options)
+
+    def stream(  # type: ignore[override]
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        timeout: float | None = None,
+        client: str = "",
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding the output so far after each token; closing the iterator ends the request.
+
+        Steps run only while the iterator is read, so a `timeout` ends the request at the next read. Arguments as in
+        `generate`.
+        """
+        options: dict[str, Any] = {"priority": priority, "timeout": timeout, "client": client}
+        salt = self._salted(adapter, cache_salt)
+        return super().stream(prompt, sampling_params, cache_salt=salt, **options)
+
     def as_completed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -105,6 +159,7 @@ class LLM(Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM)
         Its options are those of `generate` but use_tqdm. Closing the iterator ends the prompts that are left.
         """
         processor = self._open_engine().input_processor
+        options = self._with_salt(**options)
         requests = processor.process(prompts, sampling_params, request_ids=self._request_ids, **options)
         indices = {request.request_id: index for index, request in enumerate(requests)}
         interrupts = self._interrupts()

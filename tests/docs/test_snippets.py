@@ -29,6 +29,8 @@ NOT_RUN = {
     "a GPU": 1,
     "a program of others": 1,
     "a vision-language checkpoint, in tests/media": 1,
+    "an adapter": 1,
+    "a checkpoint and its adapters, in tests/adapters": 1,
     "an engine of containers": 1,
     "clients, in .ci/clients": 11,
     "lm-eval, in .ci/evaluation": 2,

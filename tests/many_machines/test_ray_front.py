@@ -15,12 +15,14 @@ from nanovllm.features.prompt_hashes import num_leading_hits
 from nanovllm.features.speculation import lengths
 from nanovllm.features.speculation.speculation import SpeculationCounts
 from nanovllm.outputs import RequestMetrics
+from nanovllm.ray.fleet import RayFleet
 from nanovllm.ray.front import Front
 from nanovllm.ray.prompt import Prompt
 from nanovllm.ray.replica import RayReporter, Replica, decode_request
 from nanovllm.ray.router import HeldBlocks
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.replicas.messages import Add, SentRequest, decode_from_engine, encode
+from nanovllm.serving.replicas.pool_adapters import PoolAdapters
 from nanovllm.serving.replicas.pool_request import MAX_DEATHS
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.tiny_models import random_prompts, save_tiny, tiny_tokenizer
@@ -244,6 +246,12 @@ def assert_answers_survive(folder, num_deaths, num_reports, **options):
     assert handle.num_deaths == num_deaths
     for name, response, expected in zip(REQUESTS, found, undisturbed, strict=True):
         assert_same(joined(response), joined(expected), name)
+
+
+def test_adapters_are_refused_by_name():
+    fleet = RayFleet(Handle([], None), None, max_num_seqs=1, hash_seed="")
+    with pytest.raises(ValueError, match=r"^load_adapter does not work with nanovllm.ray: "):
+        PoolAdapters(fleet).load("a", "/adapters/a", pytest.fail)
 
 
 def test_answers_are_token_for_token_the_same_though_replicas_die_in_the_middle(folder):

@@ -61,7 +61,7 @@ def test_a_models_packed_weights_lie_one_behind_another(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path)
     with LLM(folder, attention_backend="cpp", block_size=16, num_kv_blocks=9, max_model_len=64) as llm:
         binding = llm._engine.model_runner.binding
-        products = [product for layer in binding.fused_layers for product in layer._keep[1]]
+        products = [product for layer in binding.fused_layers for product in layer._keep]
         assert products
         products.append(vars(binding.model.get_output_embeddings())["forward"]._product)
         weights = [product._weight for product in products]

@@ -14,12 +14,13 @@ import pytest
 from nanovllm import LLM, AsyncLLM, BeamSearchParams, QueueFullError, SamplingParams, TraceWriter
 from nanovllm.features.refusals import REFUSALS, REPLICAS, TENSOR_PARALLEL
 from nanovllm.features.scoring import scores
+from tests.support.adapter_files import save_adapter
 from tests.support.async_llms import collect
 from tests.support.features import public_names, refusals
 from tests.support.llms import generate
 from tests.support.replicas import answers, completions, tiny_folder
 from tests.support.sweeps import CALIBRATION
-from tests.support.tiny_models import random_prompts, tiny_tokenizer
+from tests.support.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
@@ -34,7 +35,7 @@ LIMITS = {
     "long_prefill_token_threshold": 48, "attention_backend": "sdpa", "enforce_eager": True, "overlap": True,
     "cuda_graphs": False, "allow_control_tokens_in_messages": True, "skip_tokenizer_init": False,
     "record_itl": True, "seed": 7, "trust_remote_code": True, "kv_cache_touch": "none",
-    "client_weights": {"batch": 0.5},
+    "client_weights": {"batch": 0.5}, "max_loras": 3, "max_lora_rank": 16,
     "prefix_cache_host_bytes": 8 << 20, "prefix_cache_dir_bytes": 64 << 20,
     "itl_goal": 60.0, "ttft_goal": 90.0, "chat_template": str(TEMPLATE),
     "chat_template_content_format": "string", "speculation": "suffix",
@@ -253,6 +254,23 @@ def run_cache_salt(llm, steps):
     assert llm.stats().prefix_cache_hits == before
 
 
+def run_adapters(llm, steps):
+    folder = save_adapter(Path(tempfile.mkdtemp(prefix="nanovllm-adapter-")), tiny_model())
+    if llm.config.tensor_parallel_size > 1:
+        with pytest.raises(ValueError, match=r"^load_adapter does not work with tensor_parallel_size: "):
+            llm.load_adapter("tuned", folder)
+        assert not llm.adapters
+        return
+    for each in (llm, one()):
+        each.load_adapter(name="tuned", path=folder)
+    assert llm.adapters.keys() == {"tuned"}
+    assert_same(llm, PROMPTS, adapter=["tuned", None, "tuned", None])
+    for each in (llm, one()):
+        each.unload_adapter("tuned")
+        with pytest.raises(ValueError, match="no adapter is named 'tuned'"):
+            generate(each, PROMPTS, LONG, adapter="tuned")
+
+
 def run_timeout(llm, steps):
     outputs = generate(llm, PROMPTS, LONG, timeout=[1e-3, 60.0, 60.0, 60.0])
     assert [output.outputs[0].finish_reason for output in outputs] == ["timeout", "length", "length", "length"]
@@ -319,6 +337,7 @@ SYNCHRONOUS = {
     run_priority: {"priority"},
     run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},
+    run_adapters: {"load_adapter", "unload_adapter", "adapters", "adapter", "name", "path"},
     run_timeout: {"timeout"},
     run_embed: {"embed", "normalize"},
     run_score: {"score", "query", "documents", "method", "instruction", "template"},

@@ -126,8 +126,8 @@ def test_a_delta_of_text_around_a_call_keeps_their_order_in_every_protocol(form,
     assert [item["type"] for item in items.output] == ["message", "function_call", "message"]
     completion = CompletionOutput(0, text, [1], "stop", None, None)
     answer = SimpleNamespace(read=lambda *_, **__: delta(), num_calls=1)
-    job = SimpleNamespace(turn=SimpleNamespace(answer=lambda *_: answer), head=lambda state: {})
-    writer, details = EventWriter(job, None), {"cached_tokens": 0}
+    job = SimpleNamespace(turn=SimpleNamespace(answer=lambda *_: answer), head=dict)
+    writer, details = EventWriter(job), {"cached_tokens": 0}
     tally = SimpleNamespace(
         usage=lambda: {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": details}
     )

@@ -9,6 +9,7 @@ from tests.support.forked_processes import programs_are_forked
 
 # The smallest run on a CPU, by a script's path below bench; these seconds are CI's.
 ON_CPU = {
+    "machines/adapters": "--shape tiny --requests 2 --tokens 4 --rounds 1",
     "machines/pictures": "question --shape tiny --repeats 1",
     "machines/prefix_tiers": "host --shape tiny --prefix 256 --repeats 1",
     "machines/replicas": "simulated --model tiny --sizes 1 --requests 2",

@@ -16,6 +16,7 @@ from nanovllm import build, config
 from nanovllm.batch import EMBEDDED, NON_FINITE
 from nanovllm.block_manager import root_hash
 from nanovllm.config import MAX_PRIORITY
+from nanovllm.features.adapters.adapting import Adapting
 from nanovllm.features.beams.beam_search import BeamSearching
 from nanovllm.features.forks.forking import Forking
 from nanovllm.features.policies.loop import Launched
@@ -104,7 +105,7 @@ def letters():
 TOKENIZER = letters()
 
 
-class FuzzLLM(Resuming, BeamSearching, Forking, nanovllm.llm.LLM):
+class FuzzLLM(Adapting, Resuming, BeamSearching, Forking, nanovllm.llm.LLM):
     """The front door of an engine that is there already."""
 
     _build_engine = staticmethod(lambda engine, *_, **__: engine)

@@ -41,7 +41,7 @@ def said(command):
         "run llama3.2": "run is Ollama's: use nanovllm chat MODEL",
         "list": "list is Ollama's: use nanovllm models",
         "show llama3.2": "show is Ollama's: use nanovllm chat MODEL",
-        "serve m --enable-lora": "--enable-lora is vLLM's: there is none here.",
+        "serve m --enable-lora": "--enable-lora is vLLM's: not needed here",
     }.items(),
 )
 def test_a_name_of_another_engine_is_answered_with_ours(line, expected, said):

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -38,8 +39,11 @@ from nanovllm.features.logprobs.logprobs import StepLogprobs
 from nanovllm.features.packed_steps import StepFeature
 from nanovllm.layout import BatchLayout
 from nanovllm.model import ModelBinding
-from nanovllm.model_runner import with_sampled
+from nanovllm.model_runner import ModelRunner, with_sampled
 from nanovllm.sampler import DrawInputs, Sampler
+
+if TYPE_CHECKING:
+    from nanovllm.fast.gpu.adapter_graphs import AdapterGraphs
 
 logger = logging.getLogger("nanovllm")
 
@@ -75,11 +79,12 @@ class GraphExecutor:
         self._with_sampled = kernel or torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
         rows = RowInputs(pools.kind_groups(binding.layers))
-        features = SampleInputs(), rows, *self.further_inputs, self.backend.inputs
-        self._packing = cache(lambda shape: StepPacking(shape, max_samples, features))
+        self.features = SampleInputs(), rows, *self.further_inputs, self.backend.inputs
+        self._packing = cache(partial(StepPacking, max_samples=max_samples, features=self.features))
         largest = self._packing(self._buckets.largest())
         with torch.inference_mode(False):
             num_words = largest.num_words + len(pools.groups) * config.max_num_seqs * max_blocks
+            num_words += self._buckets.max_rows + 2 * config.max_loras + 3  # rows of adapters by slot
             self._inputs = torch.zeros(num_words, dtype=torch.int32, device=binding.device)
             self._sampled = torch.zeros(max_samples, dtype=torch.int64, device=binding.device)
         self._extras = HeadExtras(max_samples, binding.device)
@@ -98,6 +103,12 @@ class GraphExecutor:
         self._heads = HeadGraphs()
         self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
         self._addresses = weight_addresses(binding)  # addresses of the weights that the graphs read
+
+    def adapter_slots(self, runner: ModelRunner, max_loras: int, max_rank: int) -> AdapterGraphs:
+        """Slots of adapters, with graphs of the steps that use them."""
+        from nanovllm.fast.gpu.adapter_graphs import AdapterGraphs
+
+        return AdapterGraphs(runner, max_loras, max_rank)
 
     def launch(
         self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs | None

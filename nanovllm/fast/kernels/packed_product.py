@@ -33,12 +33,29 @@ class NormStruct(ctypes.Structure):
     _fields_ = [("weight", c_void_p), ("epsilon", c_float)]
 
 
+_PARTS = 3  # most linear layers of a product
+
+
+class LowRankStruct(ctypes.Structure):
+    """Factors of one adapter for a product, by the product's linear layers; null pointers for none."""
+
+    _fields_ = [("down", c_void_p * _PARTS), ("up", c_void_p * _PARTS), ("ranks", c_int64 * _PARTS)]
+
+
+class AdapterRowsStruct(ctypes.Structure):
+    """Slots [num_rows] int32 of a step's rows, or null, and memory [num_rows, parts, max_rank] of the dtype."""
+
+    _fields_ = [("slots", c_void_p), ("shrunk", c_void_p), ("max_rank", c_int64)]
+
+
 class LayerStruct(ctypes.Structure):
     _fields_ = [
         *((name, NormStruct) for name in ("input_norm", "post_attention_norm", "query_norm", "key_norm")),
         *((name, ProductStruct) for name in ("qkv", "attention_output", "gate_up", "down")),
         ("num_heads", c_int64),
         ("num_kv_heads", c_int64),
+        ("adapters", c_void_p),  # null without adapters
+        ("low_rank", c_void_p * 4),  # `LowRankStruct`s of all slots, for each product
     ]
 
 

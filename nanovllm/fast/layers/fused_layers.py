@@ -51,6 +51,8 @@ class FusedLayer:
         from nanovllm.fast.kernels.packed_product import LayerStruct, NormStruct, PackedProduct, can_pack
 
         self._kernels = kernels
+        self.block = block
+        self.dtype = layer.dtype
         traits = layer.traits
         self._scaling = layer.scaling
         self._caches: tuple[Tensor, Tensor] | None = None
@@ -70,7 +72,7 @@ class FusedLayer:
 
         products = product("q", "k", "v"), product("o"), product("gate", "up", interleave=True), product("down")
         (self.hidden_size, self.inner_size), self.qkv_size = block.sizes, products[0].num_outputs
-        self._keep = (block, products)  # keeps the targets of the pointers alive
+        self._keep = products  # keeps the targets of the pointers alive
         self._struct = LayerStruct(
             norm("input"), norm("post"), norm("q"), norm("k"), *(product.struct for product in products),
             traits.num_heads, traits.num_kv_heads,
@@ -80,6 +82,18 @@ class FusedLayer:
         """Set the layer's K and V cache and its buffers."""
         self._caches = caches
         self._workspace = workspace
+
+    def use_adapters(self, rows: int, of_products: Sequence[int]) -> None:
+        """Set the addresses of a step's `AdapterRowsStruct` and of each product's `LowRankStruct`s."""
+        self._struct.adapters = rows
+        self._struct.low_rank = (ctypes.c_void_p * len(of_products))(*of_products)
+
+    @staticmethod
+    def with_adapters(layers: Sequence[FusedLayer], num_slots: int, max_rank: int, max_rows: int) -> Any:
+        """The `LowRankLayers` of these layers."""
+        from nanovllm.fast.layers.low_rank_layers import LowRankLayers
+
+        return LowRankLayers(layers, num_slots, max_rank, max_rows)
 
     def stacked(self) -> StackedLayerStruct:
         """The layer as a struct of `FusedStack`; valid while the layer lives."""

@@ -86,7 +86,7 @@ class KernelLayer:
             self._attention.projected(attended), hidden_states, second.weight, second_epsilon
         )
         states = self._kernels["gated"](self._gate.product(normed))
-        if type(self._down) is SkinnyLinear:
+        if type(self._down) is SkinnyLinear and "forward" not in vars(self._down):  # one that no adapter changes
             output: Tensor = torch.ops.nanovllm.linear_and_add(states, self._down.weight, residual)
             return output
         output = self._down(states)

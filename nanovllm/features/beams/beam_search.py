@@ -29,12 +29,17 @@ class BeamSearching:
     """Mixin of `LLM`."""
 
     def beam_search(
-        self: Any, prompts: Prompt | AnySequence[Prompt], params: BeamSearchParams
+        self: Any,
+        prompts: Prompt | AnySequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        adapter: str | AnySequence[str | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Find the most probable continuations of prompts, those of `transformers` with num_beams.
 
         Args:
             prompts: prompts in the forms that `generate` takes.
+            adapter: name of a loaded adapter, or a list of one each; None is the model alone.
 
         Returns one `BeamSearchOutput` per prompt, in order. Other calls wait for it. Raises as `generate`, and
         ValueError with data_parallel_size > 1, for recurrent states, and for beams that the KV cache cannot hold.
@@ -49,7 +54,8 @@ class BeamSearching:
             temperature=0.0, ignore_eos=True, max_tokens=params.max_tokens,
             logprobs=max(2, 1 + len(eos)) * params.beam_width,
         )  # fmt: skip
-        requests = processor.process(prompts, sampling, request_ids=self._request_ids, priority=-MAX_PRIORITY)
+        salted = self._with_salt(adapter=adapter, priority=-MAX_PRIORITY)
+        requests = processor.process(prompts, sampling, request_ids=self._request_ids, **salted)
         books = [BeamBooks(params, request.prompt_token_ids, eos) for request in requests]
         with InterruptsHeld() as interrupts, self._turn() as engine:
             search = Search(engine, params, [*zip(requests, books, strict=True)], self._request_ids)

@@ -32,6 +32,7 @@ class AllParts(RequestParts):
 
     Attributes:
         texts: tokenises texts.
+        adapters: `Adapter`s that requests may name, by name.
         goals: Goals in force, which may follow the costs.
     """
 
@@ -43,6 +44,7 @@ class AllParts(RequestParts):
     def __init__(self, tokenizer: Any, config: EngineConfig, limits: RequestLimits) -> None:
         self._tokenizer = tokenizer
         self.pictures: Any = None  # `PictureReader`
+        self.adapters: dict[str, Any] = {}
         self._config = config
         self._limits = limits
         self.texts = Pieces(tokenizer)

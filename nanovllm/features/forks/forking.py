@@ -36,7 +36,7 @@ class Forking:
         Args:
             request_id: id of a running request, or any output of a request; with n > 1 the first sample is forked.
             at: number of its tokens, prompt and output, that the fork's prompt takes; None takes all.
-            params, **options: as in `stream`; give the cache_salt of a request that has ended, if it had one.
+            params, **options: as in `stream`; give cache_salt and adapter of a request that has ended.
 
         Raises ValueError for an unknown id, an `at` beyond its tokens, and with data_parallel_size > 1.
         """
@@ -56,10 +56,10 @@ class Forking:
             else:
                 raise ValueError(f"no request {name!r} runs. Give the RequestOutput of one that has ended.")
         at = len(token_ids) if at is None else integer("at", at, 1, len(token_ids))
+        options = self._with_salt(**{"cache_salt": salt} | options)
         request = engine.input_processor.process_one(
-            next(self._request_ids), like(source, token_ids[:at]), params, output_kind=OutputKind.CUMULATIVE,
-            **({"cache_salt": salt} | options),
-        )  # fmt: skip
+            next(self._request_ids), like(source, token_ids[:at]), params, output_kind=OutputKind.CUMULATIVE, **options
+        )
         outputs: Iterator[RequestOutput] = self._stream(request, partial(add_fork, engine, name))
         return outputs
 

@@ -129,6 +129,7 @@ class Resuming:
             refuse("resume", REPLICAS)
         params = self.default_sampling_params if sampling_params is None else sampling_params
         params, progress = continuation(output, params, self.config.max_model_len)
+        options = self._with_salt(**options)
         request = self._open_engine().input_processor.process_one(
             next(self._request_ids), output.prompt_token_ids, params, output_kind=OutputKind.CUMULATIVE, **options
         )

@@ -35,9 +35,12 @@ from nanovllm.serving.replicas.messages import (
     Add,
     Close,
     Died,
+    DropAdapter,
     FromEngine,
+    LoadAdapter,
     LoadFailed,
     Ready,
+    Refused,
     Report,
     ResetCache,
     SentCompletion,
@@ -50,6 +53,7 @@ from nanovllm.serving.replicas.messages import (
     metric_values,
 )
 from nanovllm.serving.replicas.prefix_index import encode as encode_events
+from nanovllm.serving.replicas.process_adapters import ProcessAdapters
 from nanovllm.serving.replicas.token_columns import TokenColumns, TokenSender
 from nanovllm.serving.streaming.engine_thread import EngineThread
 from nanovllm.serving.streaming.engines import EngineInterface
@@ -72,12 +76,14 @@ class Reporter(Observer):
         sends_records, sends_block_events: see `Start`.
 
     placements: placement of each unfinished request, by request id.
+    adapters: adapters that requests may name.
     """
 
     def __init__(
         self, engine: Engine, send: Callable[[FromEngine], None], *, sends_records: bool, sends_block_events: bool
     ) -> None:
         self.placements: dict[str, int] = {}
+        self.adapters = ProcessAdapters(engine)
         self._engine = engine
         self._send = send
         self._sends_records = sends_records
@@ -98,8 +104,15 @@ class Reporter(Observer):
         return [request.to_new(self._engine.input_processor) for request in sent.requests]
 
     def add(self, sent: Add, requests: list[NewRequest]) -> None:
-        self._engine.add(*requests)
+        """Queue requests, and refuse any without its adapter."""
+        served: list[tuple[SentRequest, NewRequest]] = []
         for request, new in zip(sent.requests, requests, strict=True):
+            try:
+                served.append((request, self.adapters.restored(new)))
+            except ValueError as error:
+                self._send(Refused(request.placement, str(error)))
+        self._engine.add(*(new for _, new in served))
+        for request, new in served:
             self.placements[new.request_id] = request.placement
             if (answer := AnswerLogits.find_in(new.params)) is not None:
                 self._answers[new.request_id] = answer
@@ -113,6 +126,9 @@ class Reporter(Observer):
                 if request.resumed is not None:
                     counts = [len(sample.token_ids) for sample in request.resumed.samples]
                 self._num_sent[new.request_id] = counts
+
+    def load_adapter(self, sent: LoadAdapter) -> None:
+        self._send(self.adapters.load(sent))
 
     def abort(self, sent: Abort) -> None:
         if self.placements.get(sent.request_id) == sent.placement:
@@ -302,6 +318,12 @@ class Intake:
             self._thread.submit(lambda _: self._abort(aborted))
         elif isinstance(message, ResetCache):
             self._thread.submit(self._reporter.reset_prefix_cache)
+        elif isinstance(message, LoadAdapter):
+            order = message
+            self._thread.submit(lambda _: self._reporter.load_adapter(order))
+        elif isinstance(message, DropAdapter):
+            digest = message.digest
+            self._thread.submit(lambda _: self._reporter.adapters.drop(digest))
         elif isinstance(message, Close):
             self._thread.stop()
             self._thread.join()

@@ -6,8 +6,11 @@
     Start                    ─────────────▶   builds its engine
                              ◀─────────────   Ready, or LoadFailed
     Add, Abort, ResetCache   ─────────────▶   between two steps
+    LoadAdapter, DropAdapter ─────────────▶   between two steps, before the requests that follow
+                             ◀─────────────   AdapterLoaded
     Close                    ─────────────▶   ends once prefixes and events are written
                              ◀─────────────   Report: outputs, statistics, step records
+                             ◀─────────────   Refused: a request that lacks its adapter
                              ◀─────────────   Died: the engine has failed for good
 
 A request carries its placement number and its id, so that the front can drop outputs of an earlier placement.
@@ -96,7 +99,7 @@ class SentRequest(Struct, array_like=True):
             {name: value for name, default in SENT_OPTIONS if (value := getattr(new.params, name)) != default},
             new.bad_words,
             new.priority,
-            new.cache_salt,
+            str(new.cache_salt),  # an `AdapterSalt` spells its adapter
             new.timeout,
             new.arrival_time,
             OutputKind.FINAL if is_final else OutputKind.DELTA,
@@ -161,6 +164,21 @@ class Abort(Struct, tag=True, array_like=True):
 
 class ResetCache(Struct, tag=True, array_like=True):
     """Order to drop every cached prefix."""
+
+
+class LoadAdapter(Struct, tag=True, array_like=True):
+    """Order to load an adapter from a folder; digest: expected digest, None for any."""
+
+    number: int
+    name: str
+    path: str
+    digest: str | None
+
+
+class DropAdapter(Struct, tag=True, array_like=True):
+    """Order to drop an adapter, which no request of the front names any more."""
+
+    digest: str
 
 
 class Close(Struct, tag=True, array_like=True):
@@ -260,14 +278,30 @@ class Report(Struct, tag=True, array_like=True):
     tokens: TokenColumns | None = None
 
 
+class AdapterLoaded(Struct, tag=True, array_like=True):
+    """Answer to the `LoadAdapter` of this number; error: reason why nothing was loaded, or None."""
+
+    number: int
+    digest: str
+    rank: int
+    error: str | None = None
+
+
+class Refused(Struct, tag=True, array_like=True):
+    """Request that was not queued, since its adapter is missing."""
+
+    placement: int
+    error: str
+
+
 class Died(Struct, tag=True, array_like=True):
     """Last message of a failed engine."""
 
     message: str
 
 
-ToEngine = Start | Add | Abort | ResetCache | Close
-FromEngine = Ready | LoadFailed | Report | Died
+ToEngine = Start | Add | Abort | ResetCache | LoadAdapter | DropAdapter | Close
+FromEngine = Ready | LoadFailed | Report | AdapterLoaded | Refused | Died
 
 # (name, default) of each option except functions.
 SENT_OPTIONS = [

@@ -27,16 +27,27 @@ from sortedcontainers import SortedList
 
 from nanovllm.config import text
 from nanovllm.errors import EngineDeadError, ForkedChildError, QueueFullError, StepError
+from nanovllm.features.adapters.loading import Adapter
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.features.prompt_hashes import PromptHashes
-from nanovllm.features.refusals import refuse
+from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
 from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.requests import InputProcessor
 from nanovllm.sampling_params import sample_seeds
 from nanovllm.sequence import NewRequest
-from nanovllm.serving.replicas.messages import Abort, Add, Report, ResetCache, SentOutput, SentRequest, check_params
+from nanovllm.serving.replicas.messages import (
+    Abort,
+    Add,
+    Refused,
+    Report,
+    ResetCache,
+    SentOutput,
+    SentRequest,
+    check_params,
+)
+from nanovllm.serving.replicas.pool_adapters import PoolAdapters
 from nanovllm.serving.replicas.pool_request import PoolRequest
 from nanovllm.serving.replicas.pool_stats import PoolStats, goals_in_force
 from nanovllm.serving.replicas.replica_queue import FleetInterface, ReplicaQueue
@@ -96,6 +107,7 @@ class ReplicaPool:
         self._fleet = fleet
         self._parts = parts
         self._route = route
+        self._adapters = PoolAdapters(fleet)
         self._waiting = WaitingRequests()  # requests without a replica
         self._moved: list[PoolRequest] = []  # requests of replicas that died in this step
         self._deadlines: SortedList = SortedList()  # (deadline, request id)
@@ -238,17 +250,26 @@ class ReplicaPool:
             self._lock.release()
         return True
 
+    def _wait_and_advance(self) -> None:
+        self._fleet.wait(WAIT_SECONDS)
+        self._advance()
+
     def _advance(self) -> None:
         try:
             for replica, message in self._fleet.listen():
                 if isinstance(message, Report):
                     self._handle_report(replica, message)
+                elif isinstance(message, Refused):
+                    self._end_refused(replica, message)
                 elif message is None:
                     self._bury(replica)
+                else:
+                    self._adapters.handle(replica, message)
             self._end_overdue()
             for replica in self._fleet.stalled():
                 self._bury(replica)
             self._fleet.restart()
+            self._adapters.drop_unused()
             if self._moved or self._waiting.may_admit:
                 moved = self._moved  # all deaths of this step are known here
                 self._moved = []
@@ -288,6 +309,10 @@ class ReplicaPool:
         if output is not None:
             self.outputs.append(output)
 
+    def _end_refused(self, replica: ReplicaQueue, refused: Refused) -> None:
+        if (request := replica.requests.get(refused.placement)) is not None:  # it was not aborted meanwhile
+            self.outputs.append(self._end(request, "error", refused.error))
+
     def _end_overdue(self) -> None:
         overdue = self.clock() - GRACE_SECONDS
         while self._deadlines and self._deadlines[0][0] <= overdue:
@@ -296,6 +321,7 @@ class ReplicaPool:
     def _bury(self, replica: ReplicaQueue) -> None:
         """Remove a dead replica; its requests move, except a suspect that has killed too many replicas."""
         self._fleet.drop(replica)
+        self._adapters.handle(replica, None)
         self._stats.keep(replica.stats)
         orphans = replica.bury(self.clock())
         ages = bool(self.config.priority_ageing_s)
@@ -314,6 +340,28 @@ class ReplicaPool:
         with self._lock:
             for replica in self.replicas:
                 self._fleet.send(replica, ResetCache())
+
+    def load_adapter(self, name: str, path: Any) -> Adapter:
+        """Load an adapter in every replica, or in none; other requests go on meanwhile.
+
+        The replicas keep it while the returned object, its name or an unfinished request refers to it.
+
+        Raises ValueError for several ranks, and if a replica cannot load it.
+        """
+        self.check_alive()
+        if self.config.tensor_parallel_size > 1:
+            refuse("load_adapter", TENSOR_PARALLEL)
+        with self._lock:
+            adapter = self._adapters.load(name, path, self._wait_and_advance)
+        self.input_processor.parts.adapters[name] = adapter
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a name; requests that were queued with its adapter end with it."""
+        adapters = self.input_processor.parts.adapters
+        if name not in adapters:
+            raise ValueError(f"no adapter is named {name!r}; loaded are: {', '.join(sorted(adapters)) or 'none'}.")
+        del adapters[name]
 
     def drop_computed(self) -> None:
         """Raise ValueError: weights in another process cannot have been edited."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import socket
@@ -22,6 +23,7 @@ from nanovllm.observability.json_lines import write_json
 from nanovllm.observability.step_records import OnStep
 from nanovllm.serving.async_llm import AsyncLLM
 from nanovllm.serving.server import errors
+from nanovllm.serving.server.adapters import load_given_adapters
 from nanovllm.serving.server.answers.answer_format import answer_format, template_text
 from nanovllm.serving.server.answers.template_options import template_variables
 from nanovllm.serving.server.anthropic import messages
@@ -33,7 +35,7 @@ from nanovllm.serving.server.lifecycle import LAST_SECONDS, Admission, DrainingS
 from nanovllm.serving.server.live import live_view
 from nanovllm.serving.server.logs import JsonFormatter, RequestLog
 from nanovllm.serving.server.metrics import CountResponses, ServerMetrics
-from nanovllm.serving.server.openai import chat, completions, embeddings, infill, models, responses
+from nanovllm.serving.server.openai import adapters, chat, completions, embeddings, infill, models, responses
 from nanovllm.serving.server.openai.description import describe
 from nanovllm.serving.server.openai.response_store import ResponseStore
 from nanovllm.serving.server.preparing import SPANS_NEED
@@ -95,6 +97,7 @@ def create_app(
     errors.install(app)
     for endpoints in (models, completions, infill, chat, responses, messages, embeddings):
         app.include_router(endpoints.router)
+    app.include_router(adapters.router, include_in_schema=settings.adapter_folder is not None)
     app.include_router(models.open_router)
     describe(app, app.state.server)
     if settings.ui:
@@ -184,6 +187,7 @@ def serve(
         write_json(JsonFormatter())
     app = create_app(engine, settings, model=model)
     try:
+        asyncio.run(load_given_adapters(app.state.server))
         server = build_server(app, engine, settings)
         sys.setswitchinterval(SWITCH_SECONDS)
         gc.freeze()  # a collection would block the event loop for 0.3 seconds

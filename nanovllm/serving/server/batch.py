@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message
 from nanovllm.config import MAX_PRIORITY
 from nanovllm.errors import EngineDeadError
 from nanovllm.serving.async_llm import AsyncLLM
+from nanovllm.serving.server.adapters import load_given_adapters
 from nanovllm.serving.server.app import create_app
 from nanovllm.serving.server.batch_files import BatchRequest
 from nanovllm.serving.server.errors import ApiError
@@ -42,9 +43,10 @@ class BatchAnswer:
     line: str
 
 
-def batch_settings(served_model_name: str | None) -> ServerSettings:
+def batch_settings(served_model_name: str | None, adapter: dict[str, str] | None = None) -> ServerSettings:
+    """The settings for the owner of a batch file; `adapter` has the path of each adapter by its name."""
     names = () if served_model_name is None else (served_model_name,)
-    return ServerSettings(served_model_name=names, **UNLIMITED)
+    return ServerSettings(served_model_name=names, adapter=adapter, **UNLIMITED)
 
 
 async def run_batch(
@@ -63,6 +65,7 @@ async def run_batch(
     num_open = 2 * config.max_num_seqs * config.data_parallel_size  # keeps the engine busy, and memory bounded
     async with engine:
         app = create_app(engine, settings, model=model)
+        await load_given_adapters(app.state.server)
         pending = iter(requests)
 
         async def work() -> None:

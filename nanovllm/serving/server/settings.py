@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,9 @@ from nanovllm.config import (
     real,
     strings,
 )
-from nanovllm.features.option_checks import utf8
+from nanovllm.features.option_checks import named_values, utf8
 
+AdapterName = str  # its flag takes NAME=PATH
 MAX_SECONDS = 86400.0  # upper bound of timeouts with a timer
 # Engine defaults of a server: an unbounded queue would grow with its clients, and streams would wait for long prompts.
 ENGINE_DEFAULTS: dict[str, Any] = {"max_queue": 1024, "itl_goal": "auto"}
@@ -50,6 +51,10 @@ def _name(name: str, value: Any) -> str:
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
     return () if value is None else strings(name, value, "Give names as text.")
+
+
+def _folders(name: str, value: Any) -> Mapping[str, str]:
+    return {key: _name(f"{name} {key}", path) for key, path in named_values(name, value).items()}
 
 
 def _address(name: str, value: Any) -> str:
@@ -81,6 +86,17 @@ class ServerSettings:
         "name of the model in requests and answers, or several: answers have the first; may be repeated. Not "
         "set: the last part of its path.",
         check=_names,
+    )
+    adapter: dict[AdapterName, str] | None = option(
+        None,
+        "LoRA adapter that is loaded at the start, such as summaries=/srv/adapters/summaries: its name, which requests "
+        "give as the model, and its folder; may be repeated.",
+        check=_folders,
+    )
+    adapter_folder: str | None = option(
+        None,
+        "folder with adapters in folders of their own, which requests may load and unload at /v1/load_lora_adapter and "
+        "/v1/unload_lora_adapter. Not set: none.",
     )
     any_model_name: bool = option(False, "answer requests for every model name.")
     api_key: tuple[str, ...] = option(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class ServerState:
     answer_format: AnswerFormat
     template_variables: frozenset[str] | None  # None: not known
     infill: Infill | None  # None: the tokenizer has no markers
+    adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one adapter is loaded at a time
 
     @property
     def max_prompt_chars(self) -> int:
@@ -59,6 +61,11 @@ class ServerState:
         return self.settings.served_model_name or (self.model_name,)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that requests may give as `model`: those of the model, then those of its adapters."""
+        return (*self.model_names, *self.engine.adapters)
+
+    @property
     def capabilities(self) -> list[str]:
         """Abilities of the model, in Ollama's words; without a head it embeds alone."""
         given = {
@@ -69,18 +76,21 @@ class ServerState:
         }
         return [name for name, has_it in given.items() if has_it and self.engine.limits.has_head] + ["embedding"]
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError (404) unless `name` is one of the served model or None, or every name is."""
-        if name is None or self.settings.any_model_name or name in self.model_names:
-            return
-        if name.removesuffix(":latest") not in self.model_names:  # a tag that Ollama's clients add
-            served = " or ".join(map(repr, self.model_names))
-            raise ApiError(
-                404,
-                f"the model {name!r} does not exist here; {served} is served.",
-                param="model",
-                code="model_not_found",
-            )
+    def resolve(self, name: str | None) -> str:
+        """Return the name in answers: the adapter's that `name` asks for, else the model's; raises ApiError (404)."""
+        if name is None or name in self.model_names:
+            return self.model_name
+        untagged = name.removesuffix(":latest")  # a tag that Ollama's clients add
+        adapters = self.engine.adapters
+        for given in (name, untagged):
+            if given in adapters:
+                return given
+        if self.settings.any_model_name or untagged in self.model_names:
+            return self.model_name
+        served = " or ".join(map(repr, self.names))
+        raise ApiError(
+            404, f"the model {name!r} does not exist here; {served} is served.", param="model", code="model_not_found"
+        )
 
     def infill_for(self, field: str) -> Infill:
         """Return FIM prompts; raises ApiError (400) that begins with `field` if the tokenizer has no markers."""

@@ -2,6 +2,7 @@
 // and a gated feed-forward block. Two functions, each one parallel region. Between two roundings to ELEMENT everything
 // is float32. Compiled once for heads of any size; paged_attention.h declares what depends on sizes.
 
+#include "low_rank.h"
 #include "paged_attention.h"
 #include "products.h"
 
@@ -16,6 +17,17 @@ struct Layer {
   Product gate_up;  // each panel has 16 outputs of the gate and the same 16 of up
   Product down;
   int64_t num_heads, num_kv_heads;
+  const AdapterRows* adapters;  // null without adapters
+  const LowRank* low_rank[4];   // of each slot, for qkv, attention_output, gate_up, down
+
+  Addition addition(int64_t number, const Product& product) const {
+    const int64_t head_size = qkv.num_outputs / (num_heads + 2 * num_kv_heads);
+    const bool is_split = number == 0, is_interleaved = number == 2;
+    const int64_t first = is_split ? num_heads * head_size : product.num_outputs / (is_interleaved ? 2 : 1);
+    const int64_t other = is_split ? num_kv_heads * head_size : first;
+    const bool is_on = adapters != nullptr && adapters->slots != nullptr;
+    return {is_on ? adapters : nullptr, low_rank[number], first, other, is_interleaved};
+  }
 };
 
 void normalize_rows(const Norm& norm, const Element* from, const ProductRows& to, int64_t num_rows, Shares& shares) {
@@ -44,13 +56,16 @@ extern "C" void attention_inputs(const Layer* layer, const Element* hidden, cons
                                  Element* queries, Element* scratch, int64_t num_rows, int num_threads) {
   const int64_t hidden_size = layer->qkv.depth, qkv_size = layer->qkv.num_outputs;
   const ProductRows normed = rows_for(layer->qkv, scratch, num_rows);
+  const Addition added = layer->addition(0, layer->qkv);
   Element* qkv = scratch + padded_rows(num_rows) * hidden_size;
   Shares& shares = own_shares();
   shares.begin(num_threads, 1);
 #pragma omp parallel num_threads(num_threads)
   {
     normalize_rows(layer->input_norm, hidden, normed, num_rows, shares);
+    added.shrink(normed, num_rows, shares);
     multiply(layer->qkv, normed, num_rows, shares.loop(0), [=](int64_t row, int64_t output, Floats low, Floats high) {
+      added.to(row, output, low, high);
       store(qkv + row * qkv_size + output, low, high);
     });
     place_heads(&layer->query_norm, &layer->key_norm, layer->num_heads, layer->num_kv_heads, qkv, qkv_size, cosines,
@@ -67,8 +82,11 @@ extern "C" void attention_outputs(const Layer* layer, const Element* attended, c
   const ProductRows heads = plain_rows(layer->attention_output, attended, num_rows);
   const ProductRows normed = rows_for(layer->gate_up, scratch, num_rows);
   const ProductRows inner = rows_for(layer->down, scratch + padded_rows(num_rows) * hidden_size, num_rows);
-  const auto add_to = [=](const Element* residual) {
+  const Addition of_output = layer->addition(1, layer->attention_output), of_gate = layer->addition(2, layer->gate_up),
+                 of_down = layer->addition(3, layer->down);
+  const auto add_to = [=](const Element* residual, const Addition& added) {
     return [=](int64_t row, int64_t first, Floats low, Floats high) {
+      added.to(row, first, low, high);
       const int64_t at = row * hidden_size + first;
       store(output + at, load(residual + at) + low, load(residual + at + kLanes) + high);
     };
@@ -77,12 +95,16 @@ extern "C" void attention_outputs(const Layer* layer, const Element* attended, c
   shares.begin(num_threads, 3);
 #pragma omp parallel num_threads(num_threads)
   {
-    multiply(layer->attention_output, heads, num_rows, shares.loop(0), add_to(hidden));
+    of_output.shrink(heads, num_rows, shares);
+    multiply(layer->attention_output, heads, num_rows, shares.loop(0), add_to(hidden, of_output));
     normalize_rows(layer->post_attention_norm, output, normed, num_rows, shares);
+    of_gate.shrink(normed, num_rows, shares);
     multiply(layer->gate_up, normed, num_rows, shares.loop(1), [=](int64_t row, int64_t first, Floats gate, Floats up) {
+      of_gate.to(row, first, gate, up);
       store(inner.place(row, first / 2), silu(gate) * up);
     });
-    multiply(layer->down, inner, num_rows, shares.loop(2), add_to(output));
+    of_down.shrink(inner, num_rows, shares);
+    multiply(layer->down, inner, num_rows, shares.loop(2), add_to(output, of_down));
   }
 }
 

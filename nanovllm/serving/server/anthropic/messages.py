@@ -46,11 +46,11 @@ class MessagesJob(SingleJob):
         with translated(self.renamed, self.known):
             self.body = as_chat(given)
             self.turn = ChatTurn(state, request, self.body, self.id)
-        self._state, self._writer = state, EventWriter(self, state)
+        self.model, self._writer = self.turn.model, EventWriter(self)
 
-    def head(self, state: ServerState) -> dict[str, Any]:
+    def head(self) -> dict[str, Any]:
         """A message without content."""
-        return {"id": self.id, "type": "message", "role": "assistant", "model": state.model_name, "content": []}
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": []}
 
     def whole(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
         new = self.turn.answer(0, output).read(completion, is_whole=True)
@@ -65,7 +65,7 @@ class MessagesJob(SingleJob):
             else:
                 content.append({"type": "text", "text": part})
         stop = stop_fields(completion, has_calls=bool(new.calls))
-        return self.head(self._state) | {"content": content} | stop | {"usage": usage(tally.usage())}
+        return self.head() | {"content": content} | stop | {"usage": usage(tally.usage())}
 
     def events(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
         return self._writer.add(output, completion, tally)
@@ -74,9 +74,8 @@ class MessagesJob(SingleJob):
 class EventWriter:
     """Events of one streamed answer: its blocks, one after the other."""
 
-    def __init__(self, job: MessagesJob, state: ServerState) -> None:
+    def __init__(self, job: MessagesJob) -> None:
         self._job = job
-        self._state = state
         self._index = -1
         self._open: str | None = None  # type of the block that is open
         self._thought = ""
@@ -85,7 +84,7 @@ class EventWriter:
     def add(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
-            message = self._job.head(self._state) | {"stop_reason": None, "stop_sequence": None}
+            message = self._job.head() | {"stop_reason": None, "stop_sequence": None}
             message["usage"] = usage(tally.usage()) | {"output_tokens": 0}
             yield _event("message_start", message=message)
         answer = self._job.turn.answer(0, output)

@@ -129,8 +129,15 @@ def _entry(request: Request, name: str) -> dict[str, Any]:
         "model": name,
         "size": facts.size,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
-        "details": facts.details(),
+        "details": _details(request, name),
     }
+
+
+def _details(request: Request, name: str) -> dict[str, Any]:
+    state = server_state(request)
+    parent = "" if name in state.model_names else state.model_name
+    details: dict[str, Any] = request.app.state.ollama_facts.details()
+    return details | {"parent_model": parent}
 
 
 @open_router.api_route("/", methods=["GET", "HEAD"])  # Ollama's clients look for a server by HEAD
@@ -147,29 +154,28 @@ async def version() -> dict[str, str]:
 
 @router.api_route("/api/tags", methods=["GET", "HEAD"])
 async def tags(request: Request) -> dict[str, Any]:
-    names = server_state(request).model_names
     begun = request.app.state.ollama_begun
-    return {"models": [_entry(request, name) | {"modified_at": begun} for name in names]}
+    return {"models": [_entry(request, name) | {"modified_at": begun} for name in server_state(request).names]}
 
 
 @router.api_route("/api/ps", methods=["GET", "HEAD"])
 async def running_models(request: Request) -> dict[str, Any]:
     state = server_state(request)
     loaded = {"expires_at": FOREVER, "size_vram": 0, "context_length": state.engine.config.max_model_len}
-    return {"models": [_entry(request, state.model_name) | loaded]}
+    return {"models": [_entry(request, name) | loaded for name in (state.model_name, *state.engine.adapters)]}
 
 
 @router.post("/api/show")
 async def show(body: ShowBody, request: Request) -> dict[str, Any]:
     state = server_state(request)
     facts = request.app.state.ollama_facts
-    state.check_model(body.model or body.name)
+    name = state.resolve(body.model or body.name)
     family = facts.family or "model"
     return {
         "modelfile": f"FROM {state.model_name}",
         "parameters": "",
         "template": template_text(state.engine.tokenizer),
-        "details": facts.details(),
+        "details": _details(request, name),
         "model_info": {
             "general.architecture": family,
             f"{family}.context_length": state.engine.config.max_model_len,
@@ -184,14 +190,13 @@ async def show(body: ShowBody, request: Request) -> dict[str, Any]:
 async def embed(body: EmbedBody, request: Request) -> Response:
     begin = time.monotonic()
     if not body.input:
-        server_state(request).check_model(body.model)
-        return _answer({"model": server_state(request).model_name, "embeddings": []})
+        return _answer({"model": server_state(request).resolve(body.model), "embeddings": []})
     job, given = _pooling(request, "input", model=body.model, input=body.input, dimensions=body.dimensions)
 
     async def work() -> str:
         found = await vectors(job, given, EmbeddingParams())
         head = {
-            "model": server_state(request).model_name,
+            "model": job.model,
             "total_duration": round(1e9 * (time.monotonic() - begin)),
             "load_duration": 0,
             "prompt_eval_count": job.usage["prompt_tokens"],
@@ -204,7 +209,7 @@ async def embed(body: EmbedBody, request: Request) -> Response:
 @router.post("/api/embeddings")
 async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     if not body.prompt:
-        server_state(request).check_model(body.model)
+        server_state(request).resolve(body.model)
         return _answer({"embedding": []})
     job, given = _pooling(request, "prompt", model=body.model, input=body.prompt)
 

@@ -105,7 +105,7 @@ class OllamaJob(SingleJob):
             yield _encoded(self.head() | self.part("") | self.end(output, completion, tally))
 
     def head(self) -> dict[str, Any]:
-        return {"model": self._state.model_name, "created_at": now(), "done": False}
+        return {"model": self.model, "created_at": now(), "done": False}
 
     def end(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
         """Fields of an answer that has ended."""
@@ -130,6 +130,7 @@ class ChatJob(OllamaJob):
         with translated(self.renamed, self.known):
             self.body = chat_of(given)
             self.turn = ChatTurn(state, request, self.body, self.id, whole_calls=True)
+        self.model = self.turn.model
 
     def part(self, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -151,11 +152,12 @@ class GenerateJob(OllamaJob):
             if is_plain:
                 self.body = completion_of(given)
                 self._completion = CompletionJob(state, request, self.body)
-                self.id = self._completion.id
+                self.id, self.model = self._completion.id, self._completion.model
                 self.request_ids = self._completion.request_ids
             else:
                 self.body = turn_of(given)
                 self.turn = ChatTurn(state, request, self.body, self.id, whole_calls=True)
+                self.model = self.turn.model
 
     async def start(self, kind: OutputKind) -> OutputStream:
         if self.turn is not None:
@@ -185,8 +187,7 @@ _FORM = single_form(_error_line, media_type=LINES, comment=_empty_line)
 
 def _loaded(state: ServerState, model: str, part: dict[str, Any], *, streams: bool) -> Response:
     """Answer to a request without input, by which clients load or unload a model: it stays loaded."""
-    state.check_model(model)
-    line = {"model": state.model_name, "created_at": now(), "done": True, "done_reason": "load"} | part
+    line = {"model": state.resolve(model), "created_at": now(), "done": True, "done_reason": "load"} | part
     return Response(_encoded(line), media_type=LINES if streams else "application/json")
 
 

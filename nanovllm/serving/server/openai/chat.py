@@ -33,6 +33,7 @@ class ChatJob:
         self.body, self._state, self.id = body, state, new_id("chatcmpl")
         self.request_ids = [self.id]
         self._turn = ChatTurn(state, request, body, self.id)
+        self.model = self._turn.model
         self._prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
     async def start(self, kind: OutputKind) -> OutputStream:

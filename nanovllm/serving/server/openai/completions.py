@@ -34,7 +34,7 @@ class CompletionJob:
 
     def __init__(self, state: ServerState, request: Request, body: CompletionRequest) -> None:
         self.body, self._state, self.id = body, state, new_id("cmpl")
-        state.check_model(body.model)
+        self.model = state.resolve(body.model)
         num_prompts = len(body.prompts)
         self.request_ids = [self.id] if num_prompts == 1 else [f"{self.id}-{number}" for number in range(num_prompts)]
         check_size(state, body, num_prompts, body.logprobs)
@@ -58,7 +58,7 @@ class CompletionJob:
             prompt_logprobs=body.logprobs if body.echo else None,
             structured_output=output_form(body, open_objects=state.settings.open_objects),
         )
-        self._options = engine_options(state, request, body)
+        self._options = engine_options(state, request, body, self.model)
         self._logprobs: dict[int, CompletionLogprobs] = {}  # log-probabilities of each choice
         self._echoes: dict[str, dict[str, Any]] = {}  # logprobs of prompts, by request id
 

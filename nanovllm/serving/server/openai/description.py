@@ -32,7 +32,7 @@ def describe(app: FastAPI, state: ServerState) -> None:
             schema = generate()
             (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
             if not state.settings.any_model_name:
-                name["schema"]["enum"] = [*state.model_names]
+                name["schema"]["enum"] = [*state.names]
             models = schema["components"]["schemas"]
             for model, limits in (_limits(state) | embeddings.limits(state)).items():
                 for field, limit in limits.items():
@@ -93,7 +93,7 @@ def _limits(state: ServerState) -> dict[str, dict[str, Schema]]:
 
 def model_limit(state: ServerState) -> Schema:
     """Return the limit of the field `model`."""
-    return {} if state.settings.any_model_name else {"enum": [*state.model_names, None]}
+    return {} if state.settings.any_model_name else {"enum": [*state.names, None]}
 
 
 def _variables(state: ServerState) -> Schema:

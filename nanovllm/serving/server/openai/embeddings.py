@@ -122,8 +122,8 @@ class PoolingJob:
         self._state = state
         self._request = request
         self._body = body
-        state.check_model(body.model)
-        self._options = engine_options(state, request, body)
+        self.model = state.resolve(body.model)
+        self._options = engine_options(state, request, body, self.model)
 
     @property
     def truncation(self) -> int | None:
@@ -222,7 +222,7 @@ class PoolingJob:
 
     def head(self) -> dict[str, Any]:
         """Fields of a list, without its data."""
-        head = {"id": self.id, "object": "list", "created": int(time.time()), "model": self._state.model_name}
+        head = {"id": self.id, "object": "list", "created": int(time.time()), "model": self.model}
         return head | {"usage": self.usage}
 
 
@@ -236,7 +236,7 @@ def _raise_failure(output: RequestOutput) -> None:
 def limits(state: ServerState) -> dict[str, dict[str, Any]]:
     """Limits of the fields for the OpenAPI schema."""
     settings = state.settings
-    model = {} if settings.any_model_name else {"model": {"enum": [*state.model_names, None]}}
+    model = {} if settings.any_model_name else {"model": {"enum": [*state.names, None]}}
     text = {"type": "string", "minLength": 1, "maxLength": state.max_prompt_chars}
     several = {"type": "array", "minItems": 1, "maxItems": settings.max_prompts}
     token = {"type": "integer", "minimum": 0, "maximum": state.engine.vocab_size - 1}
@@ -329,8 +329,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
         if body.return_documents:
             for result in results:
                 result["document"] = {"text": documents[result["index"]]}
-        state = server_state(request)
-        return compact({"id": job.id, "model": state.model_name, "usage": job.usage, "results": results})
+        return compact({"id": job.id, "model": job.model, "usage": job.usage, "results": results})
 
     return await job.answer(work())
 

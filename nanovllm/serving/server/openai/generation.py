@@ -58,6 +58,10 @@ class Job(Protocol):
         """Id of the answer."""
 
     @property
+    def model(self) -> str:
+        """Name of the model or adapter that answers."""
+
+    @property
     def request_ids(self) -> Sequence[str]:
         """Request ids of the prompts in the engine and its log; they start with the answer's id."""
 
@@ -237,12 +241,12 @@ async def respond(
         return Response(status_code=CLIENT_GONE)
 
 
-def _head(state: ServerState, job: ChoicesJob, name: str) -> dict[str, Any]:
+def _head(job: ChoicesJob, name: str) -> dict[str, Any]:
     return {
         "id": job.id,
         "object": name,
         "created": int(time.time()),
-        "model": state.model_name,
+        "model": job.model,
     }
 
 
@@ -290,7 +294,7 @@ async def _whole(state: ServerState, job: ChoicesJob) -> dict[str, Any]:
                 for choice, completion in choices_of(job, output, tally):
                     choices[choice] = job.whole(choice, output, completion)
     ordered = [choices[choice] for choice in sorted(choices)]
-    return _head(state, job, job.object) | {"choices": ordered, "usage": tally.usage(job.num_reasoning_tokens)}
+    return _head(job, job.object) | {"choices": ordered, "usage": tally.usage(job.num_reasoning_tokens)}
 
 
 async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, None]:
@@ -298,7 +302,7 @@ async def _chunks(state: ServerState, job: ChoicesJob) -> AsyncGenerator[bytes, 
     options = job.body.stream_options
     with_usage = options is not None and options.include_usage
     each = options is not None and options.continuous_usage_stats
-    head = compact(_head(state, job, job.chunk_object))[:-1] + ',"choices":'
+    head = compact(_head(job, job.chunk_object))[:-1] + ',"choices":'
 
     def chunk(choices: list[dict[str, Any]], *, is_last: bool = False) -> bytes:
         shown = ',"usage":null' if with_usage else ""

@@ -106,7 +106,7 @@ class InfillJob(SingleJob):
         super().__init__(new_id("infill"))
         self.body = body
         self._state = state
-        state.check_model(body.model)
+        self.model = state.resolve(body.model)
         self._infill = state.infill_for("input_suffix")
         check_size(state, body, 1, None)
         files = [(given.filename, given.text) for given in body.input_extra or ()]
@@ -120,7 +120,7 @@ class InfillJob(SingleJob):
             structured_output=output_form(body, open_objects=state.settings.open_objects),
             **body.filters(state.engine.default_sampling_params),
         )
-        self._options = engine_options(state, request, body)
+        self._options = engine_options(state, request, body, self.model)
 
     async def start(self, kind: OutputKind) -> OutputStream:
         prefix, suffix, begun, files = self._texts
@@ -155,7 +155,7 @@ class InfillJob(SingleJob):
             yield event(compact(selected(last, self.body.response_fields)))
 
     def _part(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
-        return {"index": 0, "content": text, "stop": is_last, "model": self._state.model_name}
+        return {"index": 0, "content": text, "stop": is_last, "model": self.model}
 
     def _end(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
         """Fields of an answer that has ended."""

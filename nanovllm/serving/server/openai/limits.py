@@ -31,8 +31,14 @@ def check_size(
             raise ApiError(400, f"{param}: {count} {what} are too many for one request; at most {limit}.", param=param)
 
 
-def engine_options(state: ServerState, request: Request, body: SamplingFields) -> dict[str, Any]:
-    """Return priority, cache_salt, timeout and client of a request; raises ApiError (400) below min_priority."""
+def engine_options(state: ServerState, request: Request, body: SamplingFields, model: str) -> dict[str, Any]:
+    """Return priority, cache_salt, timeout, client and adapter of a request.
+
+    Args:
+        model: name from `ServerState.resolve`.
+
+    Raises ApiError (400) below min_priority.
+    """
     limit = state.settings.min_priority
     if body.priority < limit:
         raise ApiError(
@@ -45,4 +51,4 @@ def engine_options(state: ServerState, request: Request, body: SamplingFields) -
         "cache_salt": request_salt(state.settings, key, body.cache_salt or ""),
         "timeout": min(timeouts, default=None),
         "client": client_of(request, state.settings.client_header, key),
-    }
+    } | ({} if model == state.model_name else {"adapter": model})

@@ -40,28 +40,29 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-def _model(state: ServerState, name: str) -> dict[str, Any]:
+def _model(state: ServerState, name: str, *, is_adapter: bool = False) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
         "created": _STARTED,
         "owned_by": "nanovllm",
+        "parent": state.model_name if is_adapter else None,
         "max_model_len": state.engine.config.max_model_len,
         "capabilities": state.capabilities,
     }
 
 
-@router.get("/v1/models", responses=ANSWERS, summary="The model that is served, as a list")
+@router.get("/v1/models", responses=ANSWERS, summary="The model that is served and its adapters, as a list")
 async def list_models(request: Request) -> dict[str, Any]:
     state = server_state(request)
-    return {"object": "list", "data": [_model(state, name) for name in state.model_names]}
+    models = [_model(state, name) for name in state.model_names]
+    return {"object": "list", "data": models + [_model(state, name, is_adapter=True) for name in state.engine.adapters]}
 
 
-@router.get("/v1/models/{name:path}", responses=ANSWERS, summary="The model that is served")
+@router.get("/v1/models/{name:path}", responses=ANSWERS, summary="The model that is served, or an adapter")
 async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
     state = server_state(request)
-    state.check_model(name)
-    return _model(state, name)
+    return _model(state, name, is_adapter=state.resolve(name) != state.model_name)
 
 
 async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -> list[int]:
@@ -86,7 +87,7 @@ async def _tokens(state: ServerState, request: Request, body: TokenizeRequest) -
 @router.post("/tokenize", responses=ANSWERS, summary="Token ids of a text or a conversation")
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     state = server_state(request)
-    state.check_model(body.model)
+    state.resolve(body.model)
     engine = state.engine
     try:
         with state.admission.open_answer():
@@ -102,7 +103,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 @router.post("/detokenize", responses=ANSWERS, summary="The text of token ids")
 async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
     state = server_state(request)
-    state.check_model(body.model)
+    state.resolve(body.model)
     tokenizer = state.engine.tokenizer
     if tokenizer is None:
         raise ApiError(400, "the model is served without a tokenizer; start the server with --tokenizer.")

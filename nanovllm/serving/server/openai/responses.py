@@ -65,6 +65,7 @@ class ResponsesJob(SingleJob):
             self._new = new_messages(given)
             self._num_bytes = (before.num_bytes if before else 0) + (size_of(self._new) if self._is_stored else 0)
             self.turn = ChatTurn(state, request, self.body, self.id)
+        self.model = self.turn.model
         self.items = Items(seals="reasoning.encrypted_content" in (given.include or ()))
 
     def whole(self, output: RequestOutput, completion: CompletionOutput, tally: Tally) -> dict[str, Any]:
@@ -105,7 +106,7 @@ class ResponsesJob(SingleJob):
             "object": "response",
             "created_at": self.created,
             "status": status,
-            "model": self._state.model_name,
+            "model": self.model,
             "output": list(self.items.output),
             "error": None,
             "incomplete_details": None,

@@ -16,12 +16,14 @@ from nanovllm.serving.streaming.streams import OutputStream
 
 
 class SingleJob:
-    """A request and its answer, see `generation.Job`; subclasses set `body`, and `turn` for a chat.
+    """A request and its answer, see `generation.Job`; subclasses set `body` and `model`, and `turn` for a chat.
 
+    model: name of the model or adapter that answers.
     renamed, known: see `translated`, for a chat in another API's words.
     """
 
     body: SamplingFields
+    model: str
     turn: ChatTurn | None = None
     renamed: Mapping[str, str] = {}
     known: ClassVar[Sequence[str]] = ()

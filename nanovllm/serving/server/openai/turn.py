@@ -44,7 +44,7 @@ class ChatTurn:
         self.body = body
         self.id = request_id
         self._state = state
-        state.check_model(body.model)
+        self.model = state.resolve(body.model)
         self.num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         check_size(state, body, 1, self.num_logprobs)
         check_size(state, body, 1, body.prompt_logprobs, "prompt_logprobs")
@@ -66,7 +66,7 @@ class ChatTurn:
         if self._form.needs_special_tokens(with_tools=bool(self.tools)):
             options["skip_special_tokens"] = False
         self._params = body.sampling_params(state.engine, **options)
-        self._options = engine_options(state, request, body)
+        self._options = engine_options(state, request, body, self.model)
         self._answers: dict[int, Answer] = {}  # parser by choice
         self._whole_calls = whole_calls
         self._streams_calls = False
