@@ -57,7 +57,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     has_passed, branches = measure([])
     yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
     yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 4.2
-    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 132
+    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 137
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_332
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 148
     for file, function, max_lines, max_tokens in (
@@ -82,9 +82,9 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 549_100
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 623_200
-    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 55_300
+    yield "package: tokens", num_tokens(PYTHON), 557_300
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 641_500
+    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 55_500
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 9_129
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213
     yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.82
@@ -94,7 +94,7 @@ def project_figures() -> Iterator[tuple[str, float, float]]:
     yield f"functions of over {MAX_FUNCTION_TOKENS} tokens", sum(size > MAX_FUNCTION_TOKENS for size in sizes), 159
     yield "stale rows of docs/capabilities.md", len(differences(PAGE.read_text(encoding="utf-8"))), 0
     names = [path for path in PACKAGE.iterdir() if path.name not in ("__init__.py", "__pycache__")]
-    yield "names at the top of the package", len(names), 35
+    yield "names at the top of the package", len(names), 36
     yield "parameters described by the rest of a sentence", num_loose_parameters(PYTHON), 0
     yield "comments that are the rest of a sentence", num_loose_comments(PYTHON), 0
     yield "dialect words in 1,000 lines", round(1_000 * num_dialect_words(PYTHON) / num_lines(PYTHON), 2), 0.05

@@ -24,8 +24,8 @@ ENTRIES = tuple(
     f"nanovllm.{name}"
     for name in ("llm", "engine", "scheduler", "block_manager", "model_runner", "flex", "one_pool", "defaults")
 )
-# Files at the top that are not the engine's: what composes it with the folders, and a door to one of them.
-ROOTS = {"__init__.py", "build.py", "testing.py"}
+# Files at the top that are not the engine's: what composes it with the folders, and doors to some of them.
+ROOTS = {"__init__.py", "build.py", "testing.py", "trainers.py"}
 COUNTED_TOKENS = {token.OP, token.NAME, token.NUMBER, token.STRING}
 NATIVE_SUFFIXES = {".cpp", ".h", ".cu"}
 PAGE_SUFFIXES = {".js", ".css", ".html"}

@@ -19,7 +19,7 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path i
 # What a reader may leave out: a folder of one of these, or a file directly in it. The rest are units as they stand.
 SPLIT = ("features", "fast")
 # Units of no folder: what composes the others, and the doors of a few lines.
-ROOTS = ("__init__", "build", "testing")
+ROOTS = ("__init__", "build", "testing", "trainers")
 INTERFACES = ("serving.server.openai.", "serving.server.anthropic.", "serving.server.ollama.", "serving.server.live.")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60  # one statement a line; .ci/limits.py counts tokens

@@ -2,6 +2,7 @@
 
     python bench/machines/adapters.py          # the embedded default model
     python bench/machines/adapters.py --shape 0.6b
+    python bench/machines/adapters.py update --shape 0.6b  # update_weights of all weights
 
 Adapters have random factors for every linear layer of the decoder layers."""
 
@@ -11,6 +12,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -85,10 +87,29 @@ def decodes(given: argparse.Namespace) -> Figures:
     return figures
 
 
+def update(given: argparse.Namespace) -> Figures:
+    """Seconds of `update_weights` of all weights, which are on the engine's device."""
+
+    def seconds_of(llm: LLM, weights: dict[str, torch.Tensor]) -> float:
+        begin = time.perf_counter()
+        llm.update_weights(weights)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    model = random_model(given.shape or "135m")
+    weights = {name: 1.01 * tensor for name, tensor in model.state_dict().items()}
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with engine_of(model, max_num_seqs=4, max_model_len=256) as llm:
+        found = [seconds_of(llm, weights) for _ in range(2 + given.rounds)][2:]
+    note("an update of all weights", 1e3 * statistics.median(found), "ms", "20 for 0.6b")
+    return {"seconds": spread(found), "bytes": num_bytes}
+
+
 if __name__ == "__main__":
     run_parts(
         __doc__,
-        {"decodes": Part(decodes)},
+        {"decodes": Part(decodes), "update": Part(update, is_default=False)},
         {
             "shape": Option(None, "shape of random weights instead of the default model", tuple(SHAPES)),
             "requests": Option(64, "requests of a step"),

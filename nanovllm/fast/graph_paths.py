@@ -57,10 +57,21 @@ class GraphPaths(FastPaths):
         steps = binding, config, self._executor.run_layers
         if not FastLayers(binding).use_kernel_layers(partial(run_some_rows, *steps), partial(run_many_decodes, *steps)):
             FastLayers(binding).compile_layers()
-        FastLayers(binding).stack_layers(config.block_size, partial(run_few_decodes, *steps))
+        self._stack_layers(runner)
         self._executor.warm_up()
         if not binding.is_live:
             rehearse_at_start(runner, self._executor.capture_seen_head)
+
+    def _stack_layers(self, runner: ModelRunner) -> None:
+        config = runner.config
+        steps = runner.binding, config, self._executor.run_layers
+        FastLayers(runner.binding).stack_layers(config.block_size, partial(run_few_decodes, *steps))
+
+    def memory_moved(self, runner: ModelRunner) -> None:
+        """Stack layers anew after caches or weights got other addresses; graphs are captured while idle or by need."""
+        if runner.choice.compiles and not runner.choice.kernels:
+            self._stack_layers(runner)
+        self._executor.warm_up(captures=False)
 
     def entries(self, batch: ScheduledBatch) -> Sequence[ScheduledSequence]:
         return runs_as_decodes(batch.entries) if batch.draws_runs and self._lays_runs_apart else batch.entries

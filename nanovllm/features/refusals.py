@@ -35,7 +35,15 @@ REFUSALS: dict[str, Mapping[str, str]] = {
         TENSOR_PARALLEL: "factors are not split among ranks. Merge the adapter into its base model, or use replicas.",
         RAY: "a front knows a replica by its requests alone. Merge the adapter into its base model.",
     },
+    "pause_generation": {REPLICAS: "engines of other processes are not paused. Use one engine."},
     "reset_prefix_cache": {RAY: "a front knows a replica by its requests alone. Start the application anew."},
+    "sleep": dict.fromkeys((REPLICAS, TENSOR_PARALLEL, RAY), "other processes keep their memory. Close them instead."),
+    "wake": dict.fromkeys((REPLICAS, TENSOR_PARALLEL, RAY), "such engines do not sleep. Leave it out."),
+    "update_weights": {
+        REPLICAS: "weights of other processes are not updated. Use one engine.",
+        TENSOR_PARALLEL: "weights of other processes are not updated. Use one engine.",
+        RAY: "weights of other processes are not updated. Use one engine.",
+    },
     "weights_changed": {
         REPLICAS: "nobody can have edited the weights of another process. Build a new LLM.",
         TENSOR_PARALLEL: "nobody can have edited the weights of other processes. Build a new engine.",
@@ -49,6 +57,7 @@ REFUSALS: dict[str, Mapping[str, str]] = {
     "logits_processors": {
         REPLICAS: "a function lives in this process. Use logit_bias, bad_words or allowed_token_ids."
     },
+    "a report of draws": {REPLICAS: "entries of draws stay in one process. Use one engine, or SamplingParams."},
     "a GPU by its number as device": {
         REPLICAS: "each replica has a GPU of its own. Leave device at 'auto', and choose GPUs by CUDA_VISIBLE_DEVICES.",
         TENSOR_PARALLEL: "ranks take the GPUs from cuda:0 on. Leave device at 'auto', and choose GPUs by "

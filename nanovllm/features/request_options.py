@@ -17,10 +17,11 @@ from torch import Tensor
 from nanovllm.batch import NON_FINITE, NOTHING_LEFT, ScheduledBatch
 from nanovllm.device import to_device
 from nanovllm.features.embeddings.embeddings import EmbeddedRows
+from nanovllm.features.logprobs.draws import measure_draws
 from nanovllm.features.logprobs.logprobs import PromptRows, StepLogprobs
 from nanovllm.features.penalties.penalties import LatestTokens, change_logits
 from nanovllm.layout import BatchLayout
-from nanovllm.sampler import Draw, LogitsStage
+from nanovllm.sampler import Draw, DrawInputs, LogitsStage
 from nanovllm.sequence import Sequence
 
 
@@ -90,7 +91,29 @@ class RequestOptions(LogitsStage):
         if raw is not None:
             num_top = max(sequences[row].params.logprobs or 0 for row in reported)
             report.add_sampled(reported, num_top, raw, token_ids[to_device(reported, logits.device)])
+            _report_draws(report, logits, sequences, positions, token_ids)
         return token_ids
+
+
+def _report_draws(
+    report: StepLogprobs,
+    logits: Tensor,
+    sequences: SequenceABC[Sequence],
+    positions: SequenceABC[int],
+    token_ids: Tensor,
+) -> None:
+    """Report the numbers of draws that differ from the model's own distribution.
+
+    Args:
+        logits: [num_rows, vocab_size], after all changes before the temperature.
+        token_ids: [num_rows], as drawn.
+    """
+    params = [sequence.params for sequence in sequences]
+    rows = [row for row, own in enumerate(params) if own.reports_draws and own.changes_draws]
+    if rows:
+        inputs = DrawInputs.from_sequences([sequences[row] for row in rows], [positions[row] for row in rows])
+        chosen = token_ids[to_device(rows, logits.device)]
+        report.add_draws(rows, measure_draws(_rows_of(logits, rows), inputs.to_device(logits.device), chosen))
 
 
 def _suppress_stop_tokens(logits: Tensor, sequences: SequenceABC[Sequence], early: list[int]) -> None:

@@ -129,6 +129,7 @@ class SamplingParams(plain.SamplingParams, _InOrder):
     """
 
     model_options: ClassVar[tuple[str, ...]] = (*plain.SamplingParams.model_options, "repetition_penalty")
+    reports_draws: ClassVar[bool] = False  # True for `RolloutParams`: logprobs hold `DrawnLogprob`
 
     def __post_init__(self) -> None:
         plain.set_checked(self, _CHECKS)
@@ -166,6 +167,12 @@ class SamplingParams(plain.SamplingParams, _InOrder):
         return self.needs_host_sampler or self.structured_output is not None or self.penalises
 
     @property
+    def changes_draws(self) -> bool:
+        """Whether tokens are drawn from another distribution than the model's own."""
+        is_filtered = self.temperature > 0 and _DRAW(self) != _PLAIN_DRAW
+        return is_filtered or self.changes_logits or self.min_tokens > 0
+
+    @property
     def is_plain(self) -> bool:
         """Whether the request needs nothing but draws from the model's own logits."""
         return _STAGES(self) == _NO_STAGES and not self.embeds
@@ -201,6 +208,8 @@ _STAGES = attrgetter(
     "presence_penalty", "logits_processors", "logprobs", "prompt_logprobs", "min_tokens",
 )  # fmt: skip
 _NO_STAGES = _STAGES(SamplingParams())
+_DRAW = attrgetter("temperature", *plain.FILTERS)
+_PLAIN_DRAW = _DRAW(SamplingParams())
 
 
 class EmbeddingParams(SamplingParams):

@@ -138,10 +138,26 @@ class PackedExperts:
         self._call = kernels.linear
         self._num_experts: int = module.num_experts
         first, bias = first_projection(module)
+        self.names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
         self._up: Any = _PlainProduct(first, bias, module.is_transposed)
         self._down: Any = _PlainProduct(
             module.down_proj, module.down_proj_bias if module.has_bias else None, module.is_transposed
         )
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a plain weight, which may have been freed."""
+        shape: tuple[int, ...] = (self._up if name == self.names[0] else self._down).shape
+        return shape
+
+    def write(self, name: str, weight: Tensor) -> None:
+        """Pack other values of a weight."""
+        product = _PlainProduct(
+            weight, (self._up if name == self.names[0] else self._down).bias, self._module.is_transposed
+        )
+        if name == self.names[0]:
+            self._up = product
+        else:
+            self._down = product
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module, (num_rows, top_k) = self._module, top_k_index.shape
@@ -188,6 +204,8 @@ class _PlainProduct(ProductOfExperts):
     def __init__(self, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> None:
         from nanovllm.fast.kernels.packed_product import ProductStruct, pack
 
+        self.shape = tuple(weight.shape)
+        self.bias = bias
         by_output = weight.detach().transpose(1, 2) if is_transposed else weight.detach()
         num_experts, self._num_outputs, depth = by_output.shape
         self._weight = torch.stack([pack(expert) for expert in by_output.contiguous()])

@@ -64,6 +64,10 @@ class PackedLinear:
     def __call__(self, states: Tensor) -> Tensor:
         return self._multiply(states, states.new_empty(*states.shape[:-1], self._product.num_outputs))
 
+    def write(self, name: str, values: Tensor) -> None:
+        """Write the layer's "weight" or "bias" anew."""
+        self._product.write(0, name, values)
+
     def _multiply(self, states: Tensor, output: Tensor) -> Tensor:
         states = states.contiguous()
         num_rows = output.numel() // self._product.num_outputs
@@ -107,6 +111,10 @@ class OneDnnLinear:
 
     def __call__(self, states: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
+
+    def write(self, weight: Tensor) -> None:
+        """Reorder another weight of the layer."""
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def is_right(self, linear: nn.Linear) -> bool:
         """Whether outputs of a few random rows match a float64 product, which oneDNN does not compute.

@@ -32,6 +32,9 @@ NOT_ON_RAY = {
     ),
     **dict.fromkeys(("record", "record_max_bytes"), "each replica would write a file of its own on its machine"),
     **dict.fromkeys(("adapter", "adapter_folder"), "a front loads nothing into the engines of other machines"),
+    **dict.fromkeys(
+        ("allow_weight_updates", "weights_folder"), "engines of other machines are neither paused nor updated"
+    ),
     "log_format": "Ray's processes have logs of their own",
     "otlp_traces_endpoint": "Serve has spans of its own",
     "ui": "the live view shows one engine, and a page's requests would go to several",

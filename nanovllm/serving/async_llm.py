@@ -32,6 +32,9 @@ from nanovllm.features.intake.preparation import (
 )
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.scoring.scoring import AsyncScoring
+from nanovllm.features.updates.pausing import AsyncPausing
+from nanovllm.features.updates.sleeping import sleep, wake
+from nanovllm.features.updates.updating import Weights, update_weights
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepHook
 from nanovllm.outputs import OutputKind, RequestOutput
@@ -68,7 +71,7 @@ class RequestOptions(TypedDict, total=False):
     client: str
 
 
-class AsyncLLM(AsyncTokenization, AsyncScoring):
+class AsyncLLM(AsyncTokenization, AsyncScoring, AsyncPausing):
     """A model with its engine in a thread, for asyncio.
 
     Args:
@@ -385,6 +388,23 @@ class AsyncLLM(AsyncTokenization, AsyncScoring):
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         await self._run(lambda engine: engine.reset_prefix_cache())
+
+    async def update_weights(self, weights: Weights, *, keep_kv: bool = False) -> None:
+        """As `LLM.update_weights`, between two steps."""
+        await self._run(lambda engine: update_weights(engine, weights, keep_kv=keep_kv))
+
+    async def sleep(self, level: int = 1) -> None:
+        """As `LLM.sleep`, between two steps; streams wait for `wake`."""
+        await self._run(lambda engine: sleep(engine, level))
+
+    async def wake(self) -> None:
+        """As `LLM.wake`."""
+        await self._run(wake)
+
+    @property
+    def is_asleep(self) -> bool:
+        """As `LLM.is_asleep`."""
+        return self._engine_thread.is_asleep
 
     async def weights_changed(self) -> None:
         """As `LLM.weights_changed`."""

@@ -24,6 +24,8 @@ from nanovllm.features.interrupts import InterruptsHeld
 from nanovllm.features.resume.resumption import Resuming
 from nanovllm.features.sampling_params import SamplingParams
 from nanovllm.features.scoring.scoring import Scoring
+from nanovllm.features.updates.sleeping import Sleeping
+from nanovllm.features.updates.updating import Updating
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.progress import rate_display
 from nanovllm.observability.step_records import StepHook
@@ -60,7 +62,7 @@ def open_engine(
     return open_pool(model, tokenizer, on_step, options, trace=trace, **of_replicas)
 
 
-class LLM(Adapting, Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM):
+class LLM(Adapting, Updating, Sleeping, Chatting, Scoring, Resuming, BeamSearching, Forking, nanovllm.llm.LLM):
     """A model with its engine.
 
     Args:

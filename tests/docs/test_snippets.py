@@ -26,11 +26,13 @@ RUN = (*SHELL, *PYTHON)
 # Blocks that no test runs: reason in the page -> number. Their flags and names are checked.
 NOT_RUN = {
     "Ray, in .ci/ray": 7,
+    "TRL, in .ci/trainers": 1,
     "a GPU": 1,
     "a program of others": 1,
     "a vision-language checkpoint, in tests/media": 1,
     "an adapter": 1,
     "a checkpoint and its adapters, in tests/adapters": 1,
+    "weights of a trainer, in tests/updates": 1,
     "an engine of containers": 1,
     "clients, in .ci/clients": 11,
     "lm-eval, in .ci/evaluation": 2,
@@ -41,6 +43,7 @@ NOT_RUN = {
     "the network, in .ci/run": 3,
     "the tests themselves": 2,
     "vLLM": 1,
+    "weights of a trainer": 1,
 }
 # Folders that stand for models of a hub, below the working directory: the embedded model, or a random one of a family.
 HUB_MODELS = {

@@ -228,6 +228,20 @@ def run_resume_and_fork(llm, steps):
     assert own == found
 
 
+def run_pauses(llm, steps):
+    if llm.config.data_parallel_size > 1:
+        with pytest.raises(ValueError, match="pause_generation does not work with data_parallel_size"):
+            llm.pause_generation()
+    else:
+        llm.pause_generation()
+        assert llm.is_paused
+        with pytest.raises(RuntimeError, match="is paused"):
+            generate(llm, PROMPTS)
+    llm.resume_generation()
+    assert not llm.is_paused
+    assert_same(llm, PROMPTS)
+
+
 def run_priority(llm, steps):
     assert_same(llm, PROMPTS, priority=[3, 0, -2, 1])
 
@@ -280,7 +294,7 @@ def run_generation_config(llm, steps):
     """Without parameters the model's generation config holds, else `SamplingParams`."""
     assert llm.default_sampling_params == SamplingParams(temperature=0.0, repetition_penalty=1.3)
     assert llm.sampling_defaults == {"temperature": 0.0, "repetition_penalty": 1.3}
-    assert llm.can_generate
+    assert llm.can_generate and not llm.is_asleep
     prompt = [7] * 236  # leaves 20 tokens of max_model_len
     expected = generate(one(), prompt, SamplingParams(temperature=0.0, repetition_penalty=1.3))
     assert answers(llm, prompt, None) == completions(expected)
@@ -337,6 +351,7 @@ SYNCHRONOUS = {
     run_priority: {"priority"},
     run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},
+    run_pauses: {"pause_generation", "resume_generation", "is_paused"},
     run_adapters: {"load_adapter", "unload_adapter", "adapters", "adapter", "name", "path"},
     run_timeout: {"timeout"},
     run_embed: {"embed", "normalize"},
@@ -347,6 +362,7 @@ SYNCHRONOUS = {
         "default_sampling_params",
         "sampling_defaults",
         "can_generate",
+        "is_asleep",
     },
     run_options: {*LIMITS, "stats", "replicas", "routing", "config"},
 }
@@ -422,6 +438,7 @@ ELSEWHERE = {
         "structured_output": "test_tensor_parallel", "quantization": "test_dequantised",
         "kv_cache_dtype": "test_two_gpus",
         "draft_model": "test_drafts_on_ranks", "a Drafter that cannot be pickled": "test_drafts_on_ranks",
+        "a report of draws": "of a loaded module, which several ranks refuse",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
         "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",
         "nanovllm calibrate": "steps an LLM as here", "nanovllm simulate": "starts no engine",

@@ -14,6 +14,7 @@ from nanovllm.serving.replicas import opening
 from nanovllm.serving.replicas.engine_process import replica_options
 from nanovllm.serving.replicas.routing import POLICIES
 from nanovllm.tools.simulate.simulator import simulate
+from nanovllm.trainers import RolloutParams
 from tests.support.features import public_names, refusals
 from tests.support.llms import generate
 from tests.support.mock_drafts import KnownAnswers
@@ -67,11 +68,16 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_loaded(name, no_proce
 FUNCTION = SamplingParams(logits_processors=[lambda ids, row: row])
 CALLS = [
     ("weights_changed", lambda llm, _: llm.weights_changed()),
+    ("update_weights", lambda llm, _: llm.update_weights({})),
+    ("sleep", lambda llm, _: llm.sleep()),
+    ("wake", lambda llm, _: llm.wake()),
+    ("pause_generation", lambda llm, _: llm.pause_generation()),
     ("resume", lambda llm, output: llm.resume(output)),
     ("fork", lambda llm, output: llm.fork(output)),
     ("beam_search", lambda llm, _: llm.beam_search([1, 2], BeamSearchParams(beam_width=2, max_tokens=2))),
     ("logits_processors", lambda llm, _: generate(llm, [1, 2], FUNCTION)),
     ("logits_processors", lambda llm, _: next(llm.stream([1, 2], FUNCTION))),
+    ("a report of draws", lambda llm, _: generate(llm, [1, 2], RolloutParams(max_tokens=1))),
 ]
 
 

@@ -292,11 +292,17 @@ class GraphExecutor:
             self._heads.graphs[head] = self._capture(head, partial(self._head, head))
         return head in self._heads.graphs
 
-    def warm_up(self) -> None:
-        """Compile the step's code and capture the usual shapes."""
+    def warm_up(self, *, captures: bool = True) -> None:
+        """Compile the step's code and capture the usual shapes; without `captures`, later: while idle, or by need."""
         if self._splits_head:
             parts = self._binding, self._config, self.run_layers
             self.stacked = build_stacked_steps(*parts, sampled=self._sampled, begin=self._begin)
+        if not captures:
+            self._lacking.clear()
+            self._addresses = weight_addresses(self._binding)
+            shapes = [shape for shape in self._start_up() if isinstance(shape, GraphShape)]
+            self._forwards.usual.extendleft(reversed(shapes))
+            return
         if self._captures:
             self._lacking.extend(self._start_up())
             self._capture_lacking()

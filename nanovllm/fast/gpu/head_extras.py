@@ -54,7 +54,7 @@ def draw_extras(sequences: SequenceABC[Sequence], positions: SequenceABC[int]) -
                 return None
             penalises = penalises or params.penalises
             has_masks = has_masks or params.structured_output is not None
-        if position - sequence.num_prompt_tokens < params.min_tokens:
+        if position - sequence.num_prompt_tokens < params.min_tokens or (params.reports_draws and params.changes_draws):
             return None
         if params.logprobs is not None:
             num_top = max(num_top or 0, params.logprobs)

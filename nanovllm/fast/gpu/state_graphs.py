@@ -37,8 +37,8 @@ class StateGraphExecutor(GraphExecutor):
         with binding.installed():
             add_kernels(self._mixers)
 
-    def warm_up(self) -> None:
-        super().warm_up()
+    def warm_up(self, *, captures: bool = True) -> None:
+        super().warm_up(captures=captures)
         shape = self._buckets.with_chunks()
         self._clear_inputs()
         self._mixers.set_parts([StatePart(slice(0, shape.num_rows), False, None, slice(NULL_BLOCK, NULL_BLOCK + 1))])

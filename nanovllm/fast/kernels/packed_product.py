@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int64, c_void_p
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -221,6 +221,8 @@ class PackedProduct:
                 for linear in linears
             ])  # fmt: skip
         self.num_outputs = sum(linear.out_features for linear in linears)
+        self._ends = list(accumulate(linear.out_features for linear in linears))
+        self._is_interleaved = interleave
         depth = linears[0].in_features
         if all(_kind_of(linear) == "" for linear in linears):
             self._weight = pack(*(linear.weight for linear in linears), interleave=interleave, memory=memory)
@@ -228,6 +230,19 @@ class PackedProduct:
             self._weight, self._panels = _panels_of_kinds(linears, join, memory)
         bias, panels = (None if part is None else part.data_ptr() for part in (self._bias, self._panels))
         self.struct = ProductStruct(self._weight.data_ptr(), bias, self.num_outputs, depth, panels)
+
+    def write(self, number: int, name: str, values: Tensor) -> None:
+        """Write the "weight" or "bias" of the layer `number` anew; layers are plain."""
+        first = 0 if self._is_interleaved or not number else self._ends[number - 1]
+        rows = torch.arange(first, first + len(values), device="cpu")
+        if self._is_interleaved:
+            rows = rows // LANES * PANEL + rows % LANES + number * LANES
+        if name == "bias":
+            assert self._bias is not None
+            self._bias[rows] = values
+        else:
+            panels = self._weight.view(torch.int32).squeeze(3).transpose(1, 2)
+            panels[rows // PANEL, rows % PANEL] = _words(values)
 
 
 def _panels_of_kinds(

@@ -83,6 +83,15 @@ class FusedLayer:
         self._caches = caches
         self._workspace = workspace
 
+    def places(self) -> dict[AnyLinear, tuple[PackedProduct, int]]:
+        """The product of each linear layer, and its number there."""
+        names = ("q", "k", "v"), ("o",), ("gate", "up"), ("down",)
+        return {
+            self.block.linears[name]: (product, number)
+            for product, of_product in zip(self._keep, names, strict=True)
+            for number, name in enumerate(of_product)
+        }
+
     def use_adapters(self, rows: int, of_products: Sequence[int]) -> None:
         """Set the addresses of a step's `AdapterRowsStruct` and of each product's `LowRankStruct`s."""
         self._struct.adapters = rows

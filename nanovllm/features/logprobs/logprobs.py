@@ -20,6 +20,7 @@ from torch import Tensor
 from nanovllm.device import find_kernel, to_device, to_host
 from nanovllm.fast.fast_draws import total_masses
 from nanovllm.features.embeddings.embeddings import EmbeddedRows
+from nanovllm.features.logprobs.draws import DrawnLogprob
 from nanovllm.layout import BatchLayout
 from nanovllm.outputs import Logprob, TokenLogprobs
 from nanovllm.sequence import Sequence
@@ -212,6 +213,8 @@ class StepLogprobs:
         self._prompt_pieces: list[Measured] = []
         self._rows: SequenceABC[int] = ()  # the step's sampled rows with logprobs
         self._sampled: Measured | PackedMeasured | None = None
+        self._drawn_rows: SequenceABC[int] = ()  # the step's sampled rows with numbers of the draw
+        self._draws: Tensor | None = None
 
     @property
     def reads_rows(self) -> bool:
@@ -255,6 +258,11 @@ class StepLogprobs:
         """Add logits [num_rows, vocab_size] of these sampled rows, and their drawn token_ids [num_rows]."""
         self._rows, self._sampled = rows, self._measure(logits, token_ids, num_top)
 
+    def add_draws(self, rows: SequenceABC[int], draws: Tensor) -> None:
+        """Add numbers of these sampled rows' draws, from `measure_draws`."""
+        self._drawn_rows = rows
+        self._draws = draws
+
     def add_measured(self, rows: SequenceABC[int], measured: PackedMeasured) -> None:
         """Add logprobs of these sampled rows, computed with the draw."""
         self._rows = rows
@@ -265,6 +273,8 @@ class StepLogprobs:
         self._prompt_pieces = [piece.to_host() for piece in self._prompt_pieces]
         if self._sampled is not None:
             self._sampled = self._sampled.to_host()
+        if self._draws is not None:
+            self._draws = to_host(self._draws)
         if self.embedded is not None:
             self.embedded.to_host()
         return self
@@ -281,13 +291,21 @@ class StepLogprobs:
             if not sequence.is_finished:
                 sequence.error = error
         if isinstance(self._sampled, Measured):
-            reports = self._sampled.rows(sequences[row].params.logprobs or 0 for row in self._rows)
-            for row, report in zip(self._rows, reports, strict=True):
-                sequence = sequences[row]
-                if sequence.logprobs is not None and not sequence.is_finished and token_ids[row] >= 0:
-                    sequence.logprobs.append(report)
+            self._record_sampled(self._sampled, sequences, token_ids)
         if self.prompt is not None:
             self._record_prompts(self.prompt)
+
+    def _record_sampled(self, sampled: Measured, sequences: SequenceABC[Sequence], token_ids: list[int]) -> None:
+        draws = {} if self._draws is None else dict(zip(self._drawn_rows, self._draws.tolist(), strict=True))
+        reports = sampled.rows(sequences[row].params.logprobs or 0 for row in self._rows)
+        for row, report in zip(self._rows, reports, strict=True):
+            sequence = sequences[row]
+            token_id = token_ids[row]
+            if sequence.logprobs is not None and not sequence.is_finished and token_id >= 0:
+                if sequence.params.reports_draws:
+                    entry = report[token_id]
+                    report[token_id] = DrawnLogprob.extending(entry, *draws.get(row, (entry.logprob, 0.0)))
+                sequence.logprobs.append(report)
 
     def _record_prompts(self, prompt: PromptRows) -> None:
         counts = [

@@ -94,6 +94,12 @@ class ModelDrafter:
         if (shadow := self._shadows.pop(sequence, None)) is not None:
             self._manager.release(shadow.sequence)
 
+    def end_all(self) -> DraftRunner:
+        """Drop all shadows; returns the runner, for its cache to be given back."""
+        for target in list(self._shadows):
+            self.end(target)
+        return self._runner
+
     def close(self) -> None:
         """Give the small model's memory back."""
         self._shadows.clear()

@@ -103,6 +103,18 @@ class TieredBlocks(StoringBlocks):
         if self.reads is not None:
             self.reads.detach()
 
+    def forget_blocks(self) -> None:
+        """Make all blocks of the KV cache unfindable, while no sequence has any; the tiers keep their content."""
+        for key in list(self._loads):
+            self._unpin_load(*key)
+        never = -1  # copies that no batch has taken are withdrawn like those of a failed step
+        self._stored_in[never] = self._take_storing()
+        self.withdraw(never)
+        self.copies = [copy for copy in self.copies if copy.source >= 0 <= copy.destination]
+        for pool in self.pools:
+            for block in range(pool.num_blocks):
+                pool.forget_block(block)
+
     # --------------------------------------------------------------------------------------------- hits and loads
 
     def want(self, sequence: Sequence) -> None:

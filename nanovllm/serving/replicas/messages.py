@@ -144,9 +144,11 @@ class SentRequest(Struct, array_like=True):
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise ValueError for logits processors that cannot be sent."""
+    """Raise ValueError for logits processors that cannot be sent, and for reports that cannot."""
     if params.logits_processors and AnswerLogits.find_in(params) is None:
         refuse("logits_processors", REPLICAS)
+    if params.reports_draws:
+        refuse("a report of draws", REPLICAS)
 
 
 class Add(Struct, tag=True, array_like=True):

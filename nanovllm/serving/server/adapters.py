@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -31,7 +32,7 @@ async def load_adapter(state: ServerState, name: str, path: str, *, replaces: bo
     """
     if name.removesuffix(":latest") in state.model_names:
         raise ValueError(f"an adapter is named {name!r}, as the served model is. Give the adapter another name.")
-    async with state.adapter_turn:  # two loads of one name would both find it free
+    async with state.loading_turn:  # two loads of one name would both find it free
         before = state.engine.adapters.get(name)
         if not (before is None or replaces or before.digest == await asyncio.to_thread(_digest, path)):
             raise ValueError(
@@ -52,22 +53,33 @@ def _digest(path: str) -> str:
     return digest.hexdigest()
 
 
-def path_in(folder: str, given: str) -> str:
-    """Path of an adapter directly below a folder, by its name or its whole path.
+def path_in(
+    folder: str,
+    given: str,
+    files: Iterable[str] = (CONFIG, WEIGHTS),
+    *,
+    field: str = "lora_path",
+    flag: str = "--adapter-folder",
+) -> str:
+    """Path of a folder directly below another, by its name or its whole path.
 
-    Raises ApiError (403) for any other path, and for an adapter with links that leave the folder.
+    Args:
+        files: files in it that are read.
+        field, flag: names of `given` and `folder` in the error.
+
+    Raises ApiError (403) for any other path, and for links that leave the folder above.
     """
     root = os.path.abspath(folder)
     name = given.removeprefix(os.path.join(root, ""))
     path = os.path.join(root, name)
     inside = os.path.realpath(root)
     is_child = name not in ("", ".", "..") and not SEPARATORS & set(name)
-    files = [os.path.join(path, file) for file in ("", CONFIG, WEIGHTS)] if is_child else []
+    files = [os.path.join(path, file) for file in ("", *files)] if is_child else []
     if not is_child or any(os.path.commonpath([inside, os.path.realpath(file)]) != inside for file in files):
         raise ApiError(
             403,
-            f"lora_path is {given!r}; it must be the name of a folder directly in {root} (--adapter-folder), which no "
-            "link leaves. Put the adapter there.",
-            param="lora_path",
+            f"{field} is {given!r}; it must be the name of a folder directly in {root} ({flag}), which no link leaves. "
+            "Put it there.",
+            param=field,
         )
     return path

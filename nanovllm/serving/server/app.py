@@ -22,7 +22,7 @@ from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.json_lines import write_json
 from nanovllm.observability.step_records import OnStep
 from nanovllm.serving.async_llm import AsyncLLM
-from nanovllm.serving.server import errors
+from nanovllm.serving.server import errors, updates
 from nanovllm.serving.server.adapters import load_given_adapters
 from nanovllm.serving.server.answers.answer_format import answer_format, template_text
 from nanovllm.serving.server.answers.template_options import template_variables
@@ -80,6 +80,7 @@ def create_app(
     app.servers = [{"url": settings.root_path}] if settings.root_path else []
     app.state.api_keys = keys
     app.state.recorder = recorder
+    app.state.weights_version = None
     app.state.server = ServerState(
         engine=engine,
         settings=settings,
@@ -98,6 +99,7 @@ def create_app(
     for endpoints in (models, completions, infill, chat, responses, messages, embeddings):
         app.include_router(endpoints.router)
     app.include_router(adapters.router, include_in_schema=settings.adapter_folder is not None)
+    app.include_router(updates.router, include_in_schema=settings.allow_weight_updates)
     app.include_router(models.open_router)
     describe(app, app.state.server)
     if settings.ui:
@@ -181,7 +183,9 @@ def serve(
         write_json(JsonFormatter())
     allow_open_files(settings.max_connections)
     log_exposure(settings, has_keys=bool(settings.api_keys()))
-    open_front = front_door(engine_options, engine_process=settings.engine_process)
+    open_front = front_door(
+        engine_options, engine_process=settings.engine_process, updates_weights=settings.allow_weight_updates
+    )
     engine = open_front(model, tokenizer=tokenizer, prepares_when_idle=True, **engine_options)
     if settings.log_format == "json":
         write_json(JsonFormatter())

@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm.defaults import device_of
 from nanovllm.features.engine_config import EngineConfig
+from nanovllm.features.refusals import check_one_process
 from nanovllm.serving.async_llm import AsyncLLM
 
 
@@ -16,13 +17,21 @@ class EngineProcessLLM(AsyncLLM):
         super().__init__(*arguments, engine_process=True, **options)
 
 
-def front_door(options: dict[str, Any], *, engine_process: bool | None) -> type[AsyncLLM]:
+def front_door(
+    options: dict[str, Any], *, engine_process: bool | None, updates_weights: bool = False
+) -> type[AsyncLLM]:
     """Class of the server's front door; raises ValueError for engine options that an engine process does not support.
 
     Args:
         options: the given engine options.
         engine_process: None for the default: on with one rank, on a GPU that no number names.
+        updates_weights: True keeps the engine in this process.
     """
+    if updates_weights:
+        check_one_process("update_weights", options)
+        if engine_process:
+            raise ValueError("--allow-weight-updates needs the engine in the server's process. Drop --engine-process.")
+        return AsyncLLM
     config = EngineConfig.from_options(**options)
     names_gpu = config.device.startswith("cuda:")
     if engine_process is None:

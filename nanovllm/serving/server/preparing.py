@@ -31,9 +31,9 @@ def prepared(settings: ServerSettings) -> Iterator[list[socket.socket]]:
     check_packages("the server")
     settings.api_keys()
     _check_certificate(settings)
-    folder = settings.adapter_folder
-    if folder is not None and not os.path.isdir(folder):
-        raise ValueError(f"--adapter-folder is {folder!r}, and there is no such folder. Create it first.")
+    for flag, folder in (("adapter", settings.adapter_folder), ("weights", settings.weights_folder)):
+        if folder is not None and not os.path.isdir(folder):
+            raise ValueError(f"--{flag}-folder is {folder!r}, and there is no such folder. Create it first.")
     if settings.otlp_traces_endpoint is not None:
         check_extra("otlp_traces_endpoint", "otel", *SPANS_NEED)
     listeners = bind(settings.host, settings.port)

@@ -98,6 +98,15 @@ class ServerSettings:
         "folder with adapters in folders of their own, which requests may load and unload at /v1/load_lora_adapter and "
         "/v1/unload_lora_adapter. Not set: none.",
     )
+    allow_weight_updates: bool = option(
+        False,
+        "let requests pause the engine and replace the model's weights, at /pause, /resume and /update_weights; needs "
+        "an API key, and one engine, which then runs in the server's process.",
+    )
+    weights_folder: str | None = option(
+        None,
+        "folder with safetensors files in folders of their own, which /update_weights may read. Not set: none.",
+    )
     any_model_name: bool = option(False, "answer requests for every model name.")
     api_key: tuple[str, ...] = option(
         (),
@@ -269,6 +278,13 @@ class ServerSettings:
             raise ValueError(f"{given} is set, but {missing} is not. HTTPS needs both.")
         if self.cache_salt_per_key and not (self.api_key or self.api_key_file):
             raise ValueError("cache_salt_per_key is set, but no API key is. Set api_key or api_key_file.")
+        if self.allow_weight_updates and not (self.api_key or self.api_key_file):
+            raise ValueError(
+                "allow_weight_updates is set, but no API key is: anybody could replace the model. Set api_key or "
+                "api_key_file."
+            )
+        if self.weights_folder is not None and not self.allow_weight_updates:
+            raise ValueError("weights_folder is set, but allow_weight_updates is not. Set both.")
 
     def api_keys(self) -> tuple[str, ...]:
         """Return the accepted keys, from options and file; empty if no key is required."""

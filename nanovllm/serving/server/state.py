@@ -43,7 +43,7 @@ class ServerState:
     answer_format: AnswerFormat
     template_variables: frozenset[str] | None  # None: not known
     infill: Infill | None  # None: the tokenizer has no markers
-    adapter_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one adapter is loaded at a time
+    loading_turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one adapter or model is read at a time
 
     @property
     def max_prompt_chars(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from nanovllm.errors import DeviceError, EngineClosedError, EngineDeadError, ForkedChildError, StepError
 from nanovllm.features.engine_stats import ReplicaStatus
+from nanovllm.features.updates.pausing import rest_seconds
 from nanovllm.outputs import RequestOutput
 from nanovllm.serving.streaming.engines import EngineInterface
 from nanovllm.serving.streaming.heartbeat import Heartbeat
@@ -132,6 +133,11 @@ class EngineThread:
     def is_dead(self) -> bool:
         return self._cause is not None
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine has given memory back, and takes no steps."""
+        return getattr(self._engine, "asleep", None) is not None
+
     def stop(self) -> None:
         """Abort every request and end the thread after the running step; does nothing in a forked child."""
         if self.is_elsewhere:
@@ -168,10 +174,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                while (self._calls or self._engine.has_unfinished) and not self._is_stopping:
+                while (self._calls or self._has_steps) and not self._is_stopping:
                     self._answer()
-                    if self._engine.has_unfinished:
+                    if self._has_steps:
                         self._step()
+                        self._rest()
                     self._look_for_clients()
             self._answer()
             self._abort([*self._engine.requests])  # clients of a closed engine still wait
@@ -181,6 +188,10 @@ class EngineThread:
             self._cause = self._cause or cause
             logger.exception("the engine died")
         self._end()
+
+    @property
+    def _has_steps(self) -> bool:
+        return self._engine.has_unfinished and not self.is_asleep
 
     def _wait_for_work(self) -> bool:
         with self._changes:
@@ -250,6 +261,12 @@ class EngineThread:
             outputs = list(self._engine.outputs)
             self._engine.outputs.clear()
             self._abort(self._router.deliver(outputs))
+
+    def _rest(self) -> None:
+        """Sleep until the next call while a paused engine has nothing to read."""
+        if seconds := rest_seconds(self._engine):
+            with self._changes:
+                self._changes.wait_for(lambda: self._calls or self._is_stopping, seconds)
 
     def _look_for_clients(self) -> None:
         now = time.monotonic()

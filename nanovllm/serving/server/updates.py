@@ -1,0 +1,124 @@
+"""/pause, /resume, /is_paused and /update_weights, by vLLM's names: new weights come from files below one folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import safetensors.torch
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import Field
+from torch import Tensor
+
+from nanovllm.models.headers import INDEX, weight_files
+from nanovllm.serving.async_llm import AsyncLLM
+from nanovllm.serving.server.adapters import path_in
+from nanovllm.serving.server.body_limits import LimitedRoute
+from nanovllm.serving.server.errors import ANSWERS, ApiError, ErrorAnswer
+from nanovllm.serving.server.security import require_api_key
+from nanovllm.serving.server.state import server_state
+from nanovllm.serving.server.strict import Strict
+
+FIELD = "update_info.path"
+_TRANSFERS = ("names", "dtype_names", "shapes", "packed", "packed_buffer_size_bytes", "packed_num_buffers")
+_NO_TRANSFER = "weights are read from files, and neither NCCL nor IPC handles are built. Send backend and path"
+
+
+async def _is_allowed(request: Request) -> None:
+    """Raise ApiError (403) without the flag, which needs a key."""
+    if not server_state(request).settings.allow_weight_updates:
+        raise ApiError(
+            403, "this server's weights are not updated by requests. Start it with --allow-weight-updates and a key."
+        )
+
+
+router = APIRouter(dependencies=[Depends(require_api_key), Depends(_is_allowed)], route_class=LimitedRoute)
+REFUSALS: dict[int | str, dict[str, Any]] = ANSWERS | {
+    403: {"model": ErrorAnswer, "description": "no weights of --weights-folder"}
+}
+
+
+class PauseQuery(Strict):
+    """Query of /pause. mode: keep lets running requests wait with their KV."""
+
+    mode: Literal["keep"] = "keep"
+
+
+class UpdateInfo(Strict):
+    """Source of weights. path: name of a folder directly in --weights-folder."""
+
+    refused: ClassVar = dict.fromkeys((*_TRANSFERS, "ipc_handles", "ipc_handles_pickled"), ((), _NO_TRANSFER))
+
+    backend: Literal["safetensors"]
+    path: str = Field(min_length=1)
+
+
+class UpdateWeightsRequest(Strict):
+    """Body of /update_weights. version: label of the weights; keep_kv: let running requests go on from their KV."""
+
+    update_info: UpdateInfo
+    version: str | None = Field(default=None, max_length=256)
+    keep_kv: bool = False
+
+
+@router.post("/pause", responses=REFUSALS, summary="Compute nothing until /resume; requests wait")
+async def pause(query: Annotated[PauseQuery, Query()], request: Request) -> dict[str, str]:
+    await _asked(request, AsyncLLM.pause_generation)
+    return {"status": "paused"}
+
+
+@router.post("/resume", responses=REFUSALS, summary="Go on after /pause")
+async def resume(request: Request) -> dict[str, str]:
+    await _asked(request, AsyncLLM.resume_generation)
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused", responses=REFUSALS, summary="Whether the engine is paused, and the version of its weights")
+async def is_paused(request: Request) -> dict[str, Any]:
+    paused = await _asked(request, AsyncLLM.is_paused)
+    return {"is_paused": paused, "weights_version": request.app.state.weights_version}
+
+
+async def _asked(request: Request, call: Callable[[Any], Awaitable[Any]]) -> Any:
+    state = server_state(request)
+    try:
+        return await call(state.engine)
+    except Exception as error:
+        raise state.admission.api_error(error, ()) from error
+
+
+@router.post("/update_weights", responses=REFUSALS, summary="Replace weights by those of files, all of them or none")
+async def update_weights(body: UpdateWeightsRequest, request: Request) -> dict[str, Any]:
+    state = server_state(request)
+    try:
+        state.admission.check()
+        async with state.loading_turn:
+            weights = await asyncio.to_thread(_read, state.settings.weights_folder, body.update_info.path)
+            await state.engine.update_weights(weights, keep_kv=body.keep_kv)
+            request.app.state.weights_version = body.version
+    except Exception as error:
+        raise state.admission.api_error(error, body.names()) from error
+    return {"message": "Weights updated", "version": body.version}
+
+
+def _read(root: str | None, given: str) -> dict[str, Tensor]:
+    """The tensors of a folder's safetensors files by name, on the CPU; raises ApiError (403 or 400)."""
+    if root is None:
+        raise ApiError(403, "this server reads no weights. Start it with --weights-folder DIR.", param=FIELD)
+    where = {"field": FIELD, "flag": "--weights-folder"}
+    path = path_in(root, given, [INDEX], **where)
+    weights: dict[str, Tensor] = {}
+    try:
+        files = [file for file in weight_files(Path(path)) if file.is_file()]
+        path_in(root, given, map(str, files), **where)
+        for file in files:
+            weights |= safetensors.torch.load(file.read_bytes())
+    except ApiError:
+        raise
+    except Exception as error:  # the library raises its own errors
+        raise ApiError(400, f"{FIELD}: the files of {path} cannot be read: {error}", param=FIELD) from error
+    if not weights:
+        raise ApiError(400, f"{FIELD}: {path} holds no weights in safetensors files. Save them there.", param=FIELD)
+    return weights
