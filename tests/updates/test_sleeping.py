@@ -231,3 +231,17 @@ def test_sleeps_updates_aborts_and_steps_in_any_order_leave_the_tokens(seed, for
         assert len(engine.outputs) > 3
         engine.outputs.clear()
         assert_idle_and_whole(llm)
+
+
+@pytest.mark.parametrize("order", ["pause sleep wake resume", "sleep pause resume wake", "pause sleep resume wake"])
+def test_pauses_and_sleep_cross_in_any_order(order, folder):
+    """Trainers pause, sleep, update, wake and go on; each state refuses calls until it has ended."""
+    calls = {"pause": "pause_generation", "resume": "resume_generation", "sleep": "sleep", "wake": "wake"}
+    with LLM(folder, **SIZES) as llm:
+        right = token_ids(generate(llm, PROMPTS, GREEDY))
+        for name in order.split():
+            getattr(llm, calls[name])()
+            if llm.is_asleep or llm.is_paused:
+                with pytest.raises(RuntimeError, match=r"wake|resume_generation"):
+                    generate(llm, PROMPTS, GREEDY)
+        assert token_ids(generate(llm, PROMPTS, GREEDY)) == right

@@ -54,6 +54,15 @@ def _refuse_step(*_: object) -> NoReturn:
     raise RuntimeError("this LLM is paused, and its calls would wait for ever. Call resume_generation() first.")
 
 
+def choose_step(llm: Any, engine: Any) -> None:
+    """Let the calls of an `LLM` step by the state of its engine: asleep, paused or neither."""
+    vars(llm).pop("_step", None)
+    if getattr(engine, "asleep", None) is not None:
+        llm._step = llm._step_or_wait
+    elif is_paused(engine):
+        llm._step = _refuse_step
+
+
 class Pausing:
     """Mixin of `LLM`."""
 
@@ -61,13 +70,13 @@ class Pausing:
         """Let calls raise RuntimeError instead of computing, until `resume_generation`; their requests end."""
         with self._interrupts(), self._turn() as engine:
             pause(engine)
-            self._step = _refuse_step
+            choose_step(self, engine)
 
     def resume_generation(self: Any) -> None:
         """Compute again after `pause_generation`."""
         with self._interrupts(), self._turn() as engine:
             resume(engine)
-            vars(self).pop("_step", None)
+            choose_step(self, engine)
 
     @property
     def is_paused(self: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from nanovllm.device import DEVICE_LOCK, give_memory_back
 from nanovllm.engine import Engine
 from nanovllm.features.refusals import REPLICAS, TENSOR_PARALLEL, refuse
+from nanovllm.features.updates.pausing import choose_step
 from nanovllm.model import AttributePatches
 
 logger = logging.getLogger("nanovllm")
@@ -209,7 +210,7 @@ class Sleeping:
             self._sleeper = threading.get_ident()
             self._woken = threading.Condition(self._lock)
             sleep(engine, level)
-            self._step = self._step_or_wait
+            choose_step(self, engine)
 
     def wake(self: Any) -> None:
         """Take the memory again and go on; no-op if awake. CUDA graphs are captured while idle, and by need.
@@ -218,7 +219,8 @@ class Sleeping:
         """
         with self._interrupts(), self._turn() as engine:
             wake(engine)
-            if vars(self).pop("_step", None) is not None:
+            choose_step(self, engine)
+            if hasattr(self, "_woken"):
                 self._woken.notify_all()
 
     @property
