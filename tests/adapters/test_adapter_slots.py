@@ -1,6 +1,7 @@
 """Slots of adapters: requests wait for one, and loads, unloads and aborts in any order leave no stale KV."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -109,6 +110,48 @@ def test_an_adapter_that_waits_gets_a_slot_though_others_keep_coming(model, fold
             if "waiting" not in engine.requests:
                 break
         assert "waiting" not in engine.requests and number < 40
+
+
+@pytest.mark.parametrize("ends", ["abort", "timeout"])
+def test_a_request_that_ends_while_it_waits_for_a_slot_leaves_no_slot_empty(ends, model, folders, monkeypatch):
+    monkeypatch.setattr(slots, "MAX_REFUSALS", 5)
+    with LLM(model, max_loras=1, **SIZES) as llm:
+        for number in range(2):
+            llm.load_adapter(str(number), folders[number])
+        engine = llm._engine
+        salts = {name: llm._salted(name, "") for name in "01"}
+        submit(engine, "running", PROMPTS[0], greedy(50, ignore_eos=True), cache_salt=salts["0"])
+        timeout = 0.2 if ends == "timeout" else None
+        submit(engine, "waiting", PROMPTS[2], GREEDY, cache_salt=salts["1"], timeout=timeout)
+        for _ in range(10):
+            engine.step()
+        submit(engine, "next", PROMPTS[1], GREEDY, cache_salt=salts["0"])
+        if ends == "abort":
+            engine.abort("waiting")
+        else:
+            time.sleep(0.3)
+        for _ in range(15):
+            engine.step()
+        assert list(engine.requests) == ["running"]
+
+
+def test_a_free_slot_is_taken_though_an_adapter_beyond_the_look_ahead_waits(model, folders, monkeypatch):
+    """Requests of a higher priority hide it from admission: none of them may wait for it."""
+    monkeypatch.setattr(slots, "MAX_REFUSALS", 5)
+    with LLM(model, max_loras=1, **SIZES) as llm:
+        for number in range(2):
+            llm.load_adapter(str(number), folders[number])
+        engine = llm._engine
+        salts = {name: llm._salted(name, "") for name in "01"}
+        submit(engine, "running", PROMPTS[0], greedy(20, ignore_eos=True), cache_salt=salts["0"])
+        submit(engine, "waiting", PROMPTS[2], GREEDY, cache_salt=salts["1"])
+        for _ in range(10):
+            engine.step()
+        for number in range(80):
+            submit(engine, str(number), PROMPTS[3], greedy(2, ignore_eos=True), cache_salt=salts["0"], priority=-1)
+        for _ in range(400):
+            engine.step()
+        assert not engine.requests
 
 
 def test_runs_are_of_neighbouring_rows_with_one_adapter():

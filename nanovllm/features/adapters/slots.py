@@ -81,15 +81,18 @@ class AdapterSlots:
         if self._refused_in_step == step:
             return
         self._refused_in_step = step
-        for gone in self._refusals.keys() - self._digests_of(self._scheduler.waiting):  # their requests were aborted
-            del self._refusals[gone]
         self._refusals[digest] += 1
 
     def _is_draining(self, slot: int) -> bool:
-        """Whether a slot takes no more requests, since another adapter has waited for long."""
+        """Whether a slot takes no more requests until it is free, since another adapter has waited for long."""
         if not self._refusals or max(self._refusals.values()) < MAX_REFUSALS:
             return False
-        return slot == min(range(len(self._digests)), key=self._last_steps.__getitem__)
+        if slot != min(range(len(self._digests)), key=self._last_steps.__getitem__):
+            return False
+        for gone in self._refusals.keys() - self._digests_of(self._scheduler.waiting):  # their requests have ended
+            del self._refusals[gone]
+        is_in_use = self._digests[slot] in self._digests_of(self._scheduler.running)
+        return is_in_use and max(self._refusals.values(), default=0) >= MAX_REFUSALS
 
     @staticmethod
     def _digests_of(sequences: Iterable[Sequence]) -> set[str]:
