@@ -58,12 +58,10 @@ class AdapterGraphs:
     """Slots of adapters of an engine with a `GraphExecutor`, and launches of steps that use them.
 
     Graphs of decodes are captured while the engine is idle, those of other shapes once steps have had them.
-
-    Args:
-        max_rank: largest rank of an adapter; slots grow up to it.
+    Slots grow to the largest rank that was loaded.
     """
 
-    def __init__(self, runner: ModelRunner, max_loras: int, max_rank: int) -> None:
+    def __init__(self, runner: ModelRunner, max_loras: int) -> None:
         self._runner = runner
         self._launch = runner.launch_step  # also with pictures
         self._binding = binding = runner.binding

@@ -104,11 +104,11 @@ class GraphExecutor:
         self._lacking: deque[GraphShape | HeadShape] = deque()  # not yet captured by `warm_up`
         self._addresses = weight_addresses(binding)  # addresses of the weights that the graphs read
 
-    def adapter_slots(self, runner: ModelRunner, max_loras: int, max_rank: int) -> AdapterGraphs:
+    def adapter_slots(self, runner: ModelRunner, max_loras: int) -> AdapterGraphs:
         """Slots of adapters, with graphs of the steps that use them."""
         from nanovllm.fast.gpu.adapter_graphs import AdapterGraphs
 
-        return AdapterGraphs(runner, max_loras, max_rank)
+        return AdapterGraphs(runner, max_loras)
 
     def launch(
         self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs | None

@@ -91,8 +91,7 @@ def read_adapter(name: str, path: Any, targets: Mapping[str, nn.Module], dtype: 
     if not isinstance(config, dict):
         raise ValueError(f"{folder / CONFIG} holds {type(config).__name__}, not the entries of a LoRA config.")
     _check_config(folder / CONFIG, config)
-    digest = xxhash.xxh3_128(config_bytes)
-    digest.update(weights_bytes)  # the very bytes that are parsed below
+    digest = digest_of(config_bytes, weights_bytes)  # the very bytes that are parsed below
     try:
         tensors = safetensors.torch.load(weights_bytes)
     except Exception as error:  # the library raises its own errors
@@ -103,7 +102,14 @@ def read_adapter(name: str, path: Any, targets: Mapping[str, nn.Module], dtype: 
         for module, pair in _pairs(folder / WEIGHTS, tensors).items()
     }
     rank = max(len(down) for down, _ in factors.values())
-    return Adapter(name, str(folder), digest.hexdigest(), rank, factors)
+    return Adapter(name, str(folder), digest, rank, factors)
+
+
+def digest_of(config: bytes, weights: bytes) -> str:
+    """`Adapter.digest` of the bytes of its two files."""
+    digest = xxhash.xxh3_128(config)
+    digest.update(weights)
+    return digest.hexdigest()
 
 
 def _bytes_of(file: Path, folder: Path) -> bytes:

@@ -83,7 +83,7 @@ def _prepare(engine: Engine) -> AdapterSlots:
         limits = num_slots, config.max_lora_rank, config.max_num_batched_tokens
         device = ModuleSlots(runner.binding, runner.launch_step, *limits)
     else:
-        device = runner.executor.adapter_slots(runner, num_slots, config.max_lora_rank)  # type: ignore[attr-defined]
+        device = runner.executor.adapter_slots(runner, num_slots)  # type: ignore[attr-defined]
     slots = AdapterSlots(engine.scheduler, num_slots, device.put)
     runner.launch_step = AdapterSteps(runner.launch_step, slots, device).launch
     slots.reserve = getattr(device, "reserve", slots.reserve)

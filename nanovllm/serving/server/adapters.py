@@ -7,9 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import xxhash
-
-from nanovllm.features.adapters.loading import CONFIG, WEIGHTS
+from nanovllm.features.adapters.loading import CONFIG, WEIGHTS, digest_of
 from nanovllm.serving.server.errors import ApiError
 from nanovllm.serving.server.state import ServerState
 
@@ -44,13 +42,10 @@ async def load_adapter(state: ServerState, name: str, path: str, *, replaces: bo
 
 def _digest(path: str) -> str:
     """`Adapter.digest` of the files in a folder; empty without them, which `load_adapter` refuses by name."""
-    digest = xxhash.xxh3_128()
     try:
-        for file in (CONFIG, WEIGHTS):
-            digest.update(Path(path, file).read_bytes())
+        return digest_of(*(Path(path, file).read_bytes() for file in (CONFIG, WEIGHTS)))
     except OSError:
         return ""
-    return digest.hexdigest()
 
 
 def path_in(
