@@ -16,6 +16,7 @@ ON_CPU = {
     "machines/simulator": "routing --replicas 1 2 --requests 2",
     "machines/speculation": "known --shape tiny --requests 1 --prompt 16 --output 32 --rounds 1",
     "machines/structured": "masks --vocab-size 1000 --rows 2 --steps 2",
+    "machines/trainers": "live wake --shape tiny --requests 2 --prompt 16 --tokens 4 --rounds 1",
 }
 # The same behind the marker `slow`: models of real sizes, servers, calibrations.
 SLOW_ON_CPU = {
@@ -31,6 +32,7 @@ SLOW_ON_CPU = {
     "machines/speculation": "chat --rounds 1",
     "machines/structured": "speed documents --rows 2 --new-tokens 4 --rounds 1 --documents 4 --schemas 2",
     "machines/tensor_parallel": "--shapes tiny --sizes 1 --requests 2 --rounds 1",
+    "machines/trainers": "--steps 1 --answers 2 --tokens 2",
 }
 # The smallest run on a GPU; elsewhere each is refused by name.
 ON_GPU = {
