@@ -67,6 +67,11 @@ GAINS = {
         "gpu.md#prefixes-from-host-memory",
         "2026-11-26",
     ),
+    "features.trainers": (
+        "rollouts of a live module 16.6 times as fast as `transformers`",
+        "gpu.md#trainers",
+        "2026-12-01",
+    ),
     "features.updates": ("an update of 1.2 GB of weights takes 5.6 ms", "gpu.md#updates-of-weights", "2026-11-30"),
     "models": (
         "16 streams of a Q4_1 file 3.3 times as fast as llama-server",
