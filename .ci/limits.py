@@ -82,9 +82,9 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 557_310
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 641_900
-    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 55_500
+    yield "package: tokens", num_tokens(PYTHON), 560_300
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 647_300
+    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 58_300
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 9_129
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213
     yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.82

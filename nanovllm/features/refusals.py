@@ -35,15 +35,13 @@ REFUSALS: dict[str, Mapping[str, str]] = {
         TENSOR_PARALLEL: "factors are not split among ranks. Merge the adapter into its base model, or use replicas.",
         RAY: "a front knows a replica by its requests alone. Merge the adapter into its base model.",
     },
-    "pause_generation": {REPLICAS: "engines of other processes are not paused. Use one engine."},
+    "pause_generation": {RAY: "engines of other machines are not paused. Use replicas of one."},
     "reset_prefix_cache": {RAY: "a front knows a replica by its requests alone. Start the application anew."},
-    "sleep": dict.fromkeys((REPLICAS, TENSOR_PARALLEL, RAY), "other processes keep their memory. Close them instead."),
-    "wake": dict.fromkeys((REPLICAS, TENSOR_PARALLEL, RAY), "such engines do not sleep. Leave it out."),
-    "update_weights": {
-        REPLICAS: "weights of other processes are not updated. Use one engine.",
-        TENSOR_PARALLEL: "weights of other processes are not updated. Use one engine.",
-        RAY: "weights of other processes are not updated. Use one engine.",
-    },
+    "sleep": dict.fromkeys((TENSOR_PARALLEL, RAY), "other ranks and machines keep their memory. Close them instead."),
+    "wake": dict.fromkeys((TENSOR_PARALLEL, RAY), "such engines do not sleep. Leave it out."),
+    "update_weights": dict.fromkeys(
+        (TENSOR_PARALLEL, RAY), "weights of other ranks and machines are not updated. Use one engine, or replicas."
+    ),
     "weights_changed": {
         REPLICAS: "nobody can have edited the weights of another process. Build a new LLM.",
         TENSOR_PARALLEL: "nobody can have edited the weights of other processes. Build a new engine.",

@@ -33,6 +33,7 @@ from nanovllm.serving.replicas.messages import (
     Add,
     FromEngine,
     LoadAdapter,
+    Order,
     Report,
     SentRequest,
     ToEngine,
@@ -121,7 +122,8 @@ class RayFleet:
         elif isinstance(message, Abort):
             self._cancel(message.placement)
         else:
-            refuse("load_adapter" if isinstance(message, LoadAdapter) else "reset_prefix_cache", RAY)
+            asked = message.call.replace("check", "update") if isinstance(message, Order) else "reset_prefix_cache"
+            refuse("load_adapter" if isinstance(message, LoadAdapter) else asked, RAY)
 
     def stalled(self) -> list[ReplicaQueue]:
         return []  # Serve calls `Replica.check_health`

@@ -32,7 +32,7 @@ NOT_RUN = {
     "a vision-language checkpoint, in tests/media": 1,
     "an adapter": 1,
     "a checkpoint and its adapters, in tests/adapters": 1,
-    "weights of a trainer, in tests/updates": 1,
+    "weights of a trainer, in tests/updates": 2,
     "an engine of containers": 1,
     "clients, in .ci/clients": 11,
     "lm-eval, in .ci/evaluation": 2,

@@ -229,16 +229,24 @@ def run_resume_and_fork(llm, steps):
 
 
 def run_pauses(llm, steps):
-    if llm.config.data_parallel_size > 1:
-        with pytest.raises(ValueError, match="pause_generation does not work with data_parallel_size"):
-            llm.pause_generation()
-    else:
-        llm.pause_generation()
-        assert llm.is_paused
-        with pytest.raises(RuntimeError, match="is paused"):
-            generate(llm, PROMPTS)
+    llm.pause_generation()
+    assert llm.is_paused
+    with pytest.raises(RuntimeError, match="is paused"):
+        generate(llm, PROMPTS)
     llm.resume_generation()
     assert not llm.is_paused
+    assert_same(llm, PROMPTS)
+
+
+def run_updates(llm, steps):
+    weights = tiny_model().state_dict()
+    calls = {"update_weights": [weights], "sleep": [], "wake": []}
+    for name, arguments in calls.items():
+        if llm.config.tensor_parallel_size > 1:
+            with pytest.raises(ValueError, match=f"^{name} does not work with tensor_parallel_size: "):
+                getattr(llm, name)(*arguments)
+        else:
+            getattr(llm, name)(*arguments)
     assert_same(llm, PROMPTS)
 
 
@@ -352,6 +360,7 @@ SYNCHRONOUS = {
     run_client: {"client"},
     run_cache_salt: {"cache_salt", "reset_prefix_cache"},
     run_pauses: {"pause_generation", "resume_generation", "is_paused"},
+    run_updates: {"update_weights", "sleep", "wake"},
     run_adapters: {"load_adapter", "unload_adapter", "adapters", "adapter", "name", "path"},
     run_timeout: {"timeout"},
     run_embed: {"embed", "normalize"},

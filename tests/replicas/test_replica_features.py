@@ -68,10 +68,6 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_loaded(name, no_proce
 FUNCTION = SamplingParams(logits_processors=[lambda ids, row: row])
 CALLS = [
     ("weights_changed", lambda llm, _: llm.weights_changed()),
-    ("update_weights", lambda llm, _: llm.update_weights({})),
-    ("sleep", lambda llm, _: llm.sleep()),
-    ("wake", lambda llm, _: llm.wake()),
-    ("pause_generation", lambda llm, _: llm.pause_generation()),
     ("resume", lambda llm, output: llm.resume(output)),
     ("fork", lambda llm, output: llm.fork(output)),
     ("beam_search", lambda llm, _: llm.beam_search([1, 2], BeamSearchParams(beam_width=2, max_tokens=2))),

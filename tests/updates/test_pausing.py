@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nanovllm.features.updates.pausing import MAX_REST_SECONDS, Pause, pause, resume
+from nanovllm.features.updates.pausing import MAX_REST_SECONDS, Pause
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from tests.support.async_llms import ENDLESS, answer, answers, assert_idle_and_whole, becomes_true, comes_true, open_llm
@@ -155,12 +155,6 @@ def test_calls_of_a_paused_llm_raise_an_error_that_names_the_remedy():
         assert not llm.is_paused
         assert token_ids(generate(llm, PROMPTS)) == expected
         sync_idle(llm)
-
-
-def test_replicas_are_not_paused_and_resuming_them_changes_nothing():
-    with pytest.raises(ValueError, match="pause_generation does not work with data_parallel_size"):
-        pause(object())
-    resume(object())
 
 
 def test_a_pause_asks_its_proposer_for_everything_else():

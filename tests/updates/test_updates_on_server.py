@@ -1,13 +1,18 @@
 """Updates and pauses of a server: vLLM's names, the flag and the key that they need, and files of one folder."""
 
 import os
+import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from nanovllm.cli.main import main
 from nanovllm.serving.async_llm import AsyncLLM
+from nanovllm.serving.server import updates
 from nanovllm.serving.server.engine_process import front_door
 from nanovllm.serving.server.settings import ServerSettings
 from tests.support.async_llms import slow_steps
@@ -20,7 +25,10 @@ from tests.support.tiny_models import random_prompts, save_tiny, tiny_model
 KEY = {"authorization": "Bearer secret"}
 (PROMPT,) = random_prompts(1, low=30, high=30, seed=5)
 PLAIN = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "prompt": PROMPT}
-CALLS = {"/pause": "POST", "/resume": "POST", "/is_paused": "GET", "/update_weights": "POST"}
+CALLS = {
+    "/pause": "POST", "/resume": "POST", "/is_paused": "GET", "/update_weights": "POST",
+    "/sleep": "POST", "/wake_up": "POST", "/is_sleeping": "GET",
+}  # fmt: skip
 BODY = {"update_info": {"backend": "safetensors", "path": "new"}}
 
 
@@ -45,9 +53,10 @@ def server(folder):
 
 @pytest.fixture
 def running(server):
-    """The server with its first weights, which no test leaves paused."""
+    """The server with its first weights, which no test leaves paused or asleep."""
     assert update(server, "old").status_code == 200
     yield server
+    assert server.post("/wake_up", headers=KEY).json() == {"status": "awake"}
     assert server.post("/resume", headers=KEY).json() == {"status": "resumed"}
 
 
@@ -125,6 +134,42 @@ def test_a_pause_holds_tokens_back_and_new_requests_wait(running, models):
     assert first + streamed(stream) == own_answer(models[0], PROMPT, 60)
 
 
+def test_asleep_streams_wait_and_new_requests_name_the_remedy(running, models):
+    stream, first = begun(running, 60)
+    running.post("/resume", headers=KEY)
+    assert is_sleeping(running) is False
+    for level in ("?level=1", "?level=2&mode=keep", ""):
+        assert running.post(f"/sleep{level}", headers=KEY).json() == {"status": "asleep"}
+    assert is_sleeping(running) is True
+    before = num_tokens(running)
+    for path in ("/v1/completions", "/v1/embeddings"):
+        body = {"prompt": PROMPT} if path == "/v1/completions" else {"input": PROMPT}
+        error = running.error(path, body, status=503, headers=KEY)
+        assert error["code"] == "engine_asleep" and "POST /wake_up" in error["message"]
+    assert running.get("/health").status_code == 200
+    assert re.search(r"engine_stalled\S* 0", running.get("/metrics", headers=KEY).text)
+    assert num_tokens(running) == before
+    assert running.post("/wake_up?tags=weights&tags=kv_cache", headers=KEY).json() == {"status": "awake"}
+    assert is_sleeping(running) is False
+    assert first + streamed(stream) == own_answer(models[0], PROMPT, 60)
+    assert completed(running) == own_answer(models[0], PROMPT, 10)
+
+
+def is_sleeping(running):
+    return running.get("/is_sleeping", headers=KEY).json()["is_sleeping"]
+
+
+def test_parts_of_a_sleep_are_refused_by_name(running):
+    queries = {
+        "/sleep?level=3": "'1' or '2'", "/sleep?mode=abort": "'keep'", "/sleep?tags=weights": "unknown field",
+        "/wake_up?tags=weights": "wake together", "/wake_up?tags=weights&tags=kv_cache&tags=x": "wake together",
+    }  # fmt: skip
+    for path, said in queries.items():
+        error = running.error(path, headers=KEY)
+        assert said in error["message"] and error["param"] in path
+    assert is_sleeping(running) is False
+
+
 def test_a_version_is_told_once_its_weights_answer(running, models):
     answer = update(running, "new", version="step-7")
     assert answer.json() == {"message": "Weights updated", "version": "step-7"}
@@ -177,6 +222,29 @@ def test_bad_files_are_refused_and_change_nothing(running, models, folder):
         assert said in update(running, name).json()["error"]["message"]
         assert update(running, name).status_code == 400
     assert completed(running) == own_answer(models[0], PROMPT, 10)
+
+
+def test_files_are_read_once_and_may_change_afterwards(running, models, folder, monkeypatch):
+    """A mapping of a trainer's file would end the server, or mix two versions, when the trainer writes the next one."""
+    copyfile = shutil.copyfile
+    copies = []
+
+    def copy(file, to, change=None):
+        copies.append(copyfile(file, to))
+        if change is not None:
+            change(file)
+        return to
+
+    save_tiny(folder / "next", num_layers=1, seed=1)
+    monkeypatch.setattr(updates.shutil, "copyfile", partial(copy, change=lambda file: os.truncate(file, 100)))
+    body = {"update_info": {"backend": "safetensors", "path": "next"}}
+    refused(running, body, "update_info.path", "has changed meanwhile")
+    assert completed(running) == own_answer(models[0], PROMPT, 10)
+    save_tiny(folder / "next", num_layers=1, seed=1)
+    monkeypatch.setattr(updates.shutil, "copyfile", copy)
+    found = updates._read(str(folder), "next")
+    os.truncate(folder / "next" / "model.safetensors", 0)
+    assert len(copies) == 2 and all(torch.equal(found[name], own) for name, own in models[1].state_dict().items())
 
 
 @pytest.mark.parametrize("path", ["../new", "new/", "./new", ".", "..", "/etc", "\0", "ROOT", "ROOT/../new", "PARENT"])
@@ -251,12 +319,20 @@ def test_a_server_without_a_key_is_refused_at_its_start(tmp_path, capsys, monkey
         assert_refused((status, *capsys.readouterr()), said)
 
 
-def test_the_engine_stays_in_the_servers_process():
-    assert front_door({"device": "cpu"}, engine_process=None, updates_weights=True) is AsyncLLM
-    with pytest.raises(ValueError, match="--allow-weight-updates needs the engine"):
-        front_door({}, engine_process=True, updates_weights=True)
-    with pytest.raises(ValueError, match="update_weights does not work with data_parallel_size"):
-        front_door({"data_parallel_size": 2}, engine_process=None, updates_weights=True)
+def test_an_engine_in_a_process_takes_the_calls_and_several_ranks_are_refused(folder, models):
+    settings = {"allow_weight_updates": True, "weights_folder": str(folder), "api_key": ("secret",)}
+    front = front_door({"device": "cpu"}, engine_process=True, updates_weights=True)
+    with serving(settings, model=str(folder / "old"), front_door=front) as running:
+        assert completed(running) == own_answer(models[0], PROMPT, 10)
+        assert running.post("/sleep", headers=KEY).status_code == 200 and is_sleeping(running) is True
+        assert running.error("/v1/completions", PLAIN, status=503, headers=KEY)["code"] == "engine_asleep"
+        assert running.get("/health").status_code == 200
+        assert update(running, "new").status_code == 200
+        assert "no weight" in update(running, "old-and-other").json()["error"]["message"]
+        assert running.post("/wake_up", headers=KEY).status_code == 200
+        assert completed(running) == own_answer(models[1], PROMPT, 10)
+    with pytest.raises(ValueError, match="update_weights does not work with tensor_parallel_size"):
+        front_door({"tensor_parallel_size": 2}, engine_process=None, updates_weights=True)
 
 
 def test_an_engine_that_cannot_pause_says_so(running, monkeypatch):

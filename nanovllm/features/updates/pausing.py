@@ -6,7 +6,6 @@ import math
 from typing import Any, NoReturn
 
 from nanovllm.engine import Engine
-from nanovllm.features.refusals import REPLICAS, refuse
 
 MAX_REST_SECONDS = 1.0  # longest sleep of a paused engine: watchdogs take a longer silence for a step that hangs
 
@@ -27,24 +26,28 @@ class Pause:
 def pause(engine: Any) -> None:
     """Schedule nothing from now on; steps in flight are read. A paused engine stays paused."""
     if not isinstance(engine, Engine):
-        refuse("pause_generation", REPLICAS)
-    if not is_paused(engine):
+        engine.change("pause_generation")
+    elif not is_paused(engine):
         engine.scheduler.proposer = Pause(engine.scheduler.proposer)
 
 
 def resume(engine: Any) -> None:
     """Schedule again; an engine that is not paused goes on."""
-    if is_paused(engine):
-        engine.scheduler.proposer = engine.scheduler.proposer.inner
+    if not isinstance(engine, Engine):
+        engine.change("resume_generation")
+    elif isinstance(proposer := engine.scheduler.proposer, Pause):
+        engine.scheduler.proposer = proposer.inner
 
 
 def is_paused(engine: Any) -> bool:
-    return isinstance(engine, Engine) and isinstance(engine.scheduler.proposer, Pause)
+    if not isinstance(engine, Engine):
+        return bool(engine.updates.is_paused)
+    return isinstance(engine.scheduler.proposer, Pause)
 
 
 def rest_seconds(engine: Any) -> float:
     """Time for which steps of a paused engine would do nothing: until the next deadline, at most MAX_REST_SECONDS."""
-    if not is_paused(engine) or engine._in_flight:
+    if not isinstance(engine, Engine) or not is_paused(engine) or engine._in_flight:  # steps of a pool wait themselves
         return 0.0
     deadline: float = engine._deadlines[0][0] if engine._deadlines else math.inf
     return min(max(deadline - engine.clock(), 0.0), MAX_REST_SECONDS)
@@ -89,8 +92,7 @@ class AsyncPausing:
     async def pause_generation(self: Any) -> None:
         """Start and continue no request until `resume_generation`; tokens of steps in flight still come.
 
-        Running requests keep their KV. Requests may be added and aborted, and end at their deadlines. Raises ValueError
-        with data_parallel_size above 1 or an engine process.
+        Running requests keep their KV. Requests may be added and aborted, and end at their deadlines.
         """
         await self._run(pause)
 

@@ -19,13 +19,17 @@ from torch import Tensor
 
 from nanovllm.device import DEVICE_LOCK, give_memory_back
 from nanovllm.engine import Engine
-from nanovllm.features.refusals import REPLICAS, TENSOR_PARALLEL, refuse
+from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
 from nanovllm.features.updates.pausing import choose_step
 from nanovllm.model import AttributePatches
 
 logger = logging.getLogger("nanovllm")
 
 WAIT_SECONDS = 0.1  # time between two looks of a call that waits for `wake`
+
+
+class AsleepError(RuntimeError):
+    """A request came while the engine sleeps."""
 
 
 @dataclass(slots=True)
@@ -46,9 +50,11 @@ class Sleep:
 
 def sleep(engine: Any, level: int = 1) -> None:
     """See `Sleeping.sleep`."""
+    if not isinstance(engine, Engine):
+        engine.change("sleep", level)
+        return
     _check(engine, "sleep")
-    if level not in (1, 2):
-        raise ValueError(f"level is {level!r}; it must be 1, for the KV memory, or 2, for the weights too.")
+    check_level(level)
     runner = engine.model_runner
     if level == 2 and _keeps_addresses(runner.device):
         logger.warning("sleep(level=2) is level 1 on a CPU: the weights are in host memory already")
@@ -66,6 +72,9 @@ def sleep(engine: Any, level: int = 1) -> None:
 
 def wake(engine: Any) -> None:
     """See `Sleeping.wake`."""
+    if not isinstance(engine, Engine):
+        engine.change("wake")
+        return
     _check(engine, "wake")
     if (asleep := asleep_of(engine)) is None:
         return
@@ -78,12 +87,17 @@ def wake(engine: Any) -> None:
         if (renew := getattr(runner.paths, "memory_moved", None)) is not None:
             renew(runner)
     asleep.refused.undo()
-    del engine.asleep
+    del vars(engine)["asleep"]
     logger.info("the engine is awake")
 
 
+def check_level(level: int) -> None:
+    if level not in (1, 2):
+        raise ValueError(f"level is {level!r}; it must be 1, for the KV memory, or 2, for the weights too.")
+
+
 def asleep_of(engine: Any) -> Any:
-    """The `Sleep` of an engine; None while it is awake."""
+    """The `Sleep` of an engine, or the level of a pool; None while it is awake."""
     return getattr(engine, "asleep", None)
 
 
@@ -98,8 +112,6 @@ def bring_weights(engine: Any) -> None:
 
 
 def _check(engine: Any, call: str) -> None:
-    if not isinstance(engine, Engine):
-        refuse(call, REPLICAS)
     if engine.model_runner.binding.ranks is not None:
         refuse(call, TENSOR_PARALLEL)
 
@@ -115,7 +127,7 @@ def _fall_asleep(engine: Any) -> None:
     if (end_all := getattr(drafter, "end_all", None)) is not None:
         runners.append(end_all())
     engine.asleep = asleep = Sleep(runners)
-    refused = {"add": _refuse_call, "step": _refuse_call, "use_idle_time": lambda *, captures: False}
+    refused = {"add": refuse_call, "step": refuse_call, "use_idle_time": lambda *, captures: False}
     asleep.refused.apply((vars(engine), name, call) for name, call in refused.items())
     for runner in runners:
         _free_caches(runner, asleep)
@@ -187,8 +199,8 @@ def _take_bytes(storages: Iterable[tuple[Any, int]]) -> None:
         raise
 
 
-def _refuse_call(*_: Any) -> NoReturn:
-    raise RuntimeError("this engine is asleep and has no KV memory; call wake() before requests.")
+def refuse_call(*_: Any) -> NoReturn:
+    raise AsleepError("this engine is asleep and has no KV memory; call wake() before requests.")
 
 
 class Sleeping:
@@ -203,8 +215,8 @@ class Sleeping:
         raise RuntimeError, and so does a stream that the thread of this call reads. Prefixes are forgotten, those in
         host memory and files excepted. `update_weights` works and brings the weights back.
 
-        Raises ValueError for another level, level 2 with a loaded module on a GPU, and with data_parallel_size or
-        tensor_parallel_size above 1.
+        Raises ValueError for another level, level 2 with a loaded module on a GPU, and with tensor_parallel_size above
+        1.
         """
         with self._interrupts(), self._turn() as engine:
             self._sleeper = threading.get_ident()
@@ -230,9 +242,11 @@ class Sleeping:
 
     def _step_or_wait(self: Any, engine: Any, interrupts: Any) -> None:
         """A step of a sleeping engine: it is refused to the thread that sent it to sleep, and others wait."""
-        if asleep_of(engine) is None or engine.outputs or self._sleeper == threading.get_ident():
+        if asleep_of(engine) is None or engine.outputs:
             type(self)._step(self, engine, interrupts)
             return
+        if self._sleeper == threading.get_ident():
+            refuse_call()
         self._owner = None
         try:
             self._woken.wait(WAIT_SECONDS)

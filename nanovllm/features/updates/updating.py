@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.engine import Engine
 from nanovllm.features.adapters.salts import AdapterSalt, adapter_of
-from nanovllm.features.refusals import REPLICAS, TENSOR_PARALLEL, refuse
+from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
 from nanovllm.features.updates.pausing import Pausing
 from nanovllm.features.updates.sleeping import bring_weights
 from nanovllm.sequence import Sequence
@@ -26,7 +26,8 @@ def update_weights(engine: Any, weights: Weights, *, keep_kv: bool = False) -> N
     from nanovllm.features.updates.places import checked, places_of, write  # imports every form that keeps a copy
 
     if not isinstance(engine, Engine):
-        refuse("update_weights", REPLICAS)
+        engine.change("update_weights", weights, keep_kv=keep_kv)
+        return
     runner = engine.model_runner
     binding = runner.binding
     if binding.ranks is not None:
@@ -45,6 +46,17 @@ def update_weights(engine: Any, weights: Weights, *, keep_kv: bool = False) -> N
         runner.executor.model_changed(in_place=True)
         _forget_prefixes(engine, keep_kv=keep_kv)
     logger.info("%d weights were updated", len(values))
+
+
+def check_weights(engine: Engine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Raise as `update_weights` would; returns the names besides the given ones that the same weights have."""
+    from nanovllm.features.updates.places import checked, places_of
+
+    named = list(weights)
+    engine.model_runner.binding.uninstall()
+    places = places_of(engine.model_runner.binding)
+    keys = {place.key for place, _ in checked(places, named)}
+    return [name for name in places.keys() - dict(named).keys() if places[name].key in keys]
 
 
 def _forget_prefixes(engine: Engine, *, keep_kv: bool) -> None:
@@ -80,8 +92,7 @@ class Updating(Pausing):
                 the KV that they have. In both cases later requests find no KV of the weights before.
 
         Raises TypeError or ValueError, and changes nothing, for an unknown name, another shape, or values that are no
-        floating-point numbers; ValueError with data_parallel_size or tensor_parallel_size above 1, and for quantised
-        weights.
+        floating-point numbers; ValueError with tensor_parallel_size above 1, and for quantised weights.
         """
         with self._interrupts(), self._turn() as engine:
             update_weights(engine, weights, keep_kv=keep_kv)

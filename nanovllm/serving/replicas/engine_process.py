@@ -23,6 +23,7 @@ from nanovllm.features.intake.intake import Intake as ClientTurns
 from nanovllm.features.intake.preparation import prepare_ahead
 from nanovllm.features.kv_events.block_events import BlockEvent, BlockEvents
 from nanovllm.features.scoring.scores import AnswerLogits
+from nanovllm.features.updates.sleeping import asleep_of
 from nanovllm.observability.json_lines import JsonLines, write_json
 from nanovllm.observability.step_records import Observer, StepRecord
 from nanovllm.outputs import OutputKind, RequestOutput
@@ -39,6 +40,7 @@ from nanovllm.serving.replicas.messages import (
     FromEngine,
     LoadAdapter,
     LoadFailed,
+    Order,
     Ready,
     Refused,
     Report,
@@ -54,6 +56,7 @@ from nanovllm.serving.replicas.messages import (
 )
 from nanovllm.serving.replicas.prefix_index import encode as encode_events
 from nanovllm.serving.replicas.process_adapters import ProcessAdapters
+from nanovllm.serving.replicas.process_updates import obey, pickled
 from nanovllm.serving.replicas.token_columns import TokenColumns, TokenSender
 from nanovllm.serving.streaming.engine_thread import EngineThread
 from nanovllm.serving.streaming.engines import EngineInterface
@@ -98,13 +101,18 @@ class Reporter(Observer):
         self._tokens = TokenSender()
         self._answers: dict[str, AnswerLogits] = {}  # `AnswerLogits` by request id
         self._last_report = self._last_progress = 0.0
+        self._held: list[tuple[SentRequest, NewRequest]] = []  # requests that came while the engine slept
 
     def prepare(self, sent: Add) -> list[NewRequest]:
         """Convert the requests and compile their structured outputs; called outside of the engine's thread."""
         return [request.to_new(self._engine.input_processor) for request in sent.requests]
 
     def add(self, sent: Add, requests: list[NewRequest]) -> None:
-        """Queue requests, and refuse any without its adapter."""
+        """Queue requests, and refuse any without its adapter; a sleeping engine gets them once it is awake."""
+        # The front moves requests of dead replicas here, and forms compile meanwhile.
+        if asleep_of(self._engine) is not None:
+            self._held += zip(sent.requests, requests, strict=True)
+            return
         served: list[tuple[SentRequest, NewRequest]] = []
         for request, new in zip(sent.requests, requests, strict=True):
             try:
@@ -130,7 +138,16 @@ class Reporter(Observer):
     def load_adapter(self, sent: LoadAdapter) -> None:
         self._send(self.adapters.load(sent))
 
+    def obey(self, order: Order) -> None:
+        self._send(obey(self._engine, order))
+        self._report([])
+        held = self._held
+        self._held = []
+        if held:
+            self.add(Add([sent for sent, _ in held]), [new for _, new in held])
+
     def abort(self, sent: Abort) -> None:
+        self._held = [each for each in self._held if each[0].placement != sent.placement]
         if self.placements.get(sent.request_id) == sent.placement:
             self._engine.abort(sent.request_id)
             self._forget(sent.request_id)
@@ -238,7 +255,7 @@ def main(descriptor: int, front: int) -> None:
         engine, ready = build(setup["model"], setup["tokenizer"], replica_options(setup))
         match_log_format(setup)  # again: the import of transformers changed it
     except Exception as error:
-        channel.send_all(encode(LoadFailed(_pickled(error), f"{type(error).__name__}: {error}")))
+        channel.send_all(encode(LoadFailed(pickled(error), f"{type(error).__name__}: {error}")))
         os._exit(1)
     reporter = Reporter(
         engine,
@@ -321,6 +338,9 @@ class Intake:
         elif isinstance(message, LoadAdapter):
             order = message
             self._thread.submit(lambda _: self._reporter.load_adapter(order))
+        elif isinstance(message, Order):
+            asked = message
+            self._thread.submit(lambda _: self._reporter.obey(asked)).add_done_callback(_end_if_failed)
         elif isinstance(message, DropAdapter):
             digest = message.digest
             self._thread.submit(lambda _: self._reporter.adapters.drop(digest))
@@ -351,9 +371,9 @@ class Intake:
 
 
 def _end_if_failed(future: Any) -> None:
-    """End the process if a request is refused: a defect, since the front checks requests; it would wait forever."""
+    """End the process if a request or an update fails: a defect, since the front checks them; it would wait forever."""
     if (error := future.exception()) is not None:
-        logger.error("a request could not be queued", exc_info=error)
+        logger.error("a request or an update could not be taken", exc_info=error)
         os._exit(1)
 
 
@@ -370,12 +390,3 @@ def _end_with_front(channel: Channel, front: int) -> None:
     while channel.has_peer(FRONT_CHECK_SECONDS) and os.getppid() == front:
         pass
     os._exit(0)
-
-
-def _pickled(error: Exception) -> bytes:
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:
-        return b""
-    return data

@@ -8,6 +8,8 @@
     Add, Abort, ResetCache   ─────────────▶   between two steps
     LoadAdapter, DropAdapter ─────────────▶   between two steps, before the requests that follow
                              ◀─────────────   AdapterLoaded
+    Order                    ─────────────▶   weights, pauses and sleep, as LoadAdapter
+                             ◀─────────────   Obeyed
     Close                    ─────────────▶   ends once prefixes and events are written
                              ◀─────────────   Report: outputs, statistics, step records
                              ◀─────────────   Refused: a request that lacks its adapter
@@ -46,6 +48,7 @@ from nanovllm.outputs import (
 from nanovllm.requests import InputProcessor, RequestLimits
 from nanovllm.sequence import NewRequest
 from nanovllm.serving.replicas.token_columns import TokenColumns
+from nanovllm.serving.replicas.weight_images import SentImage
 
 # ----------------------------------------------------------------------------------------------- to the engine process
 
@@ -183,6 +186,19 @@ class DropAdapter(Struct, tag=True, array_like=True):
     digest: str
 
 
+class Order(Struct, tag=True, array_like=True):
+    """Order to check or write weights, to pause or resume, to sleep at a level or to wake.
+
+    call: check_weights, or the name of the call of `AsyncLLM`.
+    """
+
+    number: int
+    call: str
+    level: int = 1
+    image: SentImage | None = None
+    keep_kv: bool = False
+
+
 class Close(Struct, tag=True, array_like=True):
     """Order to drop all requests, close the engine, and end."""
 
@@ -289,6 +305,18 @@ class AdapterLoaded(Struct, tag=True, array_like=True):
     error: str | None = None
 
 
+class Obeyed(Struct, tag=True, array_like=True):
+    """Answer to the `Order` of this number.
+
+    error: exception, pickled, or None.
+    names: other names of the weights that were checked.
+    """
+
+    number: int
+    error: bytes | None = None
+    names: list[str] = []
+
+
 class Refused(Struct, tag=True, array_like=True):
     """Request that was not queued, since its adapter is missing."""
 
@@ -302,8 +330,8 @@ class Died(Struct, tag=True, array_like=True):
     message: str
 
 
-ToEngine = Start | Add | Abort | ResetCache | LoadAdapter | DropAdapter | Close
-FromEngine = Ready | LoadFailed | Report | AdapterLoaded | Refused | Died
+ToEngine = Start | Add | Abort | ResetCache | LoadAdapter | DropAdapter | Order | Close
+FromEngine = Ready | LoadFailed | Report | AdapterLoaded | Obeyed | Refused | Died
 
 # (name, default) of each option except functions.
 SENT_OPTIONS = [

@@ -31,7 +31,8 @@ from nanovllm.features.adapters.loading import Adapter
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.features.prompt_hashes import PromptHashes
-from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
+from nanovllm.features.refusals import REFUSALS, TENSOR_PARALLEL, refuse
+from nanovllm.features.updates.sleeping import refuse_call
 from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.outputs import FinishReason, RequestOutput
 from nanovllm.requests import InputProcessor
@@ -50,6 +51,7 @@ from nanovllm.serving.replicas.messages import (
 from nanovllm.serving.replicas.pool_adapters import PoolAdapters
 from nanovllm.serving.replicas.pool_request import PoolRequest
 from nanovllm.serving.replicas.pool_stats import PoolStats, goals_in_force
+from nanovllm.serving.replicas.pool_updates import PoolUpdates
 from nanovllm.serving.replicas.replica_queue import FleetInterface, ReplicaQueue
 from nanovllm.serving.replicas.routing import Route
 from nanovllm.serving.replicas.waiting import WaitingRequests, may_have_run
@@ -108,6 +110,7 @@ class ReplicaPool:
         self._parts = parts
         self._route = route
         self._adapters = PoolAdapters(fleet)
+        self.updates = PoolUpdates(fleet, self._wait_and_advance)
         self._waiting = WaitingRequests()  # requests without a replica
         self._moved: list[PoolRequest] = []  # requests of replicas that died in this step
         self._deadlines: SortedList = SortedList()  # (deadline, request id)
@@ -137,6 +140,8 @@ class ReplicaPool:
     def add(self, *requests: NewRequest) -> None:
         """Route requests, all or none; raises like `Engine.add`."""
         self.check_alive()
+        if self.asleep is not None:
+            refuse_call()
         self.check_queue(sum(request.params.n for request in requests))
         ids = Counter(request.request_id for request in requests)
         for request_id, count in ids.items():
@@ -264,10 +269,10 @@ class ReplicaPool:
                 elif message is None:
                     self._bury(replica)
                 else:
+                    self.updates.handle(replica, message)
                     self._adapters.handle(replica, message)
             self._end_overdue()
-            for replica in self._fleet.stalled():
-                self._bury(replica)
+            self._bury_stalled()
             self._fleet.restart()
             self._adapters.drop_unused()
             if self._moved or self._waiting.may_admit:
@@ -280,6 +285,13 @@ class ReplicaPool:
         if self._fleet.has_failed:
             self._death = RuntimeError(f"all {len(self.replicas)} replicas died again and again")
             self.check_alive()
+
+    def _bury_stalled(self) -> None:
+        rests = self.updates.is_paused or self.asleep is not None
+        for replica in self._fleet.stalled():
+            self._bury(replica)
+        for replica in self.replicas if rests else ():
+            replica.silence = 0.0  # no step is expected of it
 
     def use_idle_time(self, *, captures: bool) -> bool:
         """Step once, to watch the replicas; returns True: watching never ends."""
@@ -321,6 +333,7 @@ class ReplicaPool:
     def _bury(self, replica: ReplicaQueue) -> None:
         """Remove a dead replica; its requests move, except a suspect that has killed too many replicas."""
         self._fleet.drop(replica)
+        self.updates.handle(replica, None)
         self._adapters.handle(replica, None)
         self._stats.keep(replica.stats)
         orphans = replica.bury(self.clock())
@@ -363,6 +376,19 @@ class ReplicaPool:
             raise ValueError(f"no adapter is named {name!r}; loaded are: {', '.join(sorted(adapters)) or 'none'}.")
         del adapters[name]
 
+    def change(self, call: str, *arguments: Any, **options: Any) -> None:
+        """Call a method of `PoolUpdates`, for every replica; other requests go on meanwhile."""
+        self.check_alive()
+        if self.config.tensor_parallel_size > 1 and TENSOR_PARALLEL in REFUSALS.get(call, ()):
+            refuse(call, TENSOR_PARALLEL)
+        with self._lock:
+            getattr(self.updates, call)(*arguments, **options)
+
+    @property
+    def asleep(self) -> int | None:
+        """Level of the replicas' sleep; None while they are awake."""
+        return self.updates.level
+
     def drop_computed(self) -> None:
         """Raise ValueError: weights in another process cannot have been edited."""
         refuse("weights_changed", "data_parallel_size")
@@ -404,6 +430,7 @@ class ReplicaPool:
             return
         with self._lock:
             self._is_closed = True
+            self.updates.images.clear()
             for books in (self.requests, self._waiting, self._deadlines, self.outputs):
                 books.clear()
             self._fleet.close()

@@ -25,13 +25,10 @@ def front_door(
     Args:
         options: the given engine options.
         engine_process: None for the default: on with one rank, on a GPU that no number names.
-        updates_weights: True keeps the engine in this process.
+        updates_weights: True refuses options with which no weights are updated.
     """
     if updates_weights:
         check_one_process("update_weights", options)
-        if engine_process:
-            raise ValueError("--allow-weight-updates needs the engine in the server's process. Drop --engine-process.")
-        return AsyncLLM
     config = EngineConfig.from_options(**options)
     names_gpu = config.device.startswith("cuda:")
     if engine_process is None:

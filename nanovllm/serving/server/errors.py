@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from nanovllm.errors import EngineDeadError, PromptTooLongError, QueueFullError
+from nanovllm.features.updates.sleeping import AsleepError
 
 logger = logging.getLogger("nanovllm")
 
@@ -69,7 +70,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         422: "unused: invalid input is 400",
         429: "queue full",
         500: "request failed",
-        503: "server shutting down, or engine dead or stalled",
+        503: "server shutting down, or engine asleep, dead or stalled",
     }.items()
 }
 
@@ -156,6 +157,12 @@ def no_replica(count: int) -> ApiError:
     )
 
 
+def engine_asleep() -> ApiError:
+    return ApiError(
+        503, "the engine sleeps and has no memory for requests. Wake it by POST /wake_up.", code="engine_asleep"
+    )
+
+
 def engine_dead() -> ApiError:
     return ApiError(503, "the engine has failed; the server is shutting down.", code="engine_dead")
 
@@ -188,6 +195,8 @@ def from_engine(error: Exception, known: Sequence[str] = ()) -> ApiError:
             return queue_full()
         case EngineDeadError():
             return engine_dead()
+        case AsleepError():
+            return engine_asleep()
         case PromptTooLongError():
             return ApiError(400, str(error), code=TOO_LONG)
         case TypeError() | ValueError():

@@ -100,8 +100,8 @@ class ServerSettings:
     )
     allow_weight_updates: bool = option(
         False,
-        "let requests pause the engine and replace the model's weights, at /pause, /resume and /update_weights; needs "
-        "an API key, and one engine, which then runs in the server's process.",
+        "let requests pause the engine, send it to sleep and replace its weights, at /pause, /sleep and "
+        "/update_weights; needs an API key.",
     )
     weights_folder: str | None = option(
         None,

@@ -1,15 +1,17 @@
-"""/pause, /resume, /is_paused and /update_weights, by vLLM's names: new weights come from files below one folder."""
+"""Pauses, sleep and updates of weights by vLLM's names and fields: new weights come from files below one folder."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import safetensors.torch
 from fastapi import APIRouter, Depends, Query, Request
-from pydantic import Field
+from pydantic import Field, field_validator
+from safetensors import safe_open
 from torch import Tensor
 
 from nanovllm.models.headers import INDEX, weight_files
@@ -22,6 +24,7 @@ from nanovllm.serving.server.state import server_state
 from nanovllm.serving.server.strict import Strict
 
 FIELD = "update_info.path"
+TAGS = frozenset({"weights", "kv_cache"})  # parts of a sleeping vLLM that can be woken
 _TRANSFERS = ("names", "dtype_names", "shapes", "packed", "packed_buffer_size_bytes", "packed_num_buffers")
 _NO_TRANSFER = "weights are read from files, and neither NCCL nor IPC handles are built. Send backend and path"
 
@@ -44,6 +47,26 @@ class PauseQuery(Strict):
     """Query of /pause. mode: keep lets running requests wait with their KV."""
 
     mode: Literal["keep"] = "keep"
+
+
+class SleepQuery(Strict):
+    """Query of /sleep. level: 1 gives the KV memory back, 2 a GPU's weights too; mode: keep lets requests wait."""
+
+    level: Literal["1", "2"] = "1"
+    mode: Literal["keep"] = "keep"
+
+
+class WakeQuery(Strict):
+    """Query of /wake_up. tags: none, or all that vLLM has."""
+
+    tags: list[str] = Field(default=[*TAGS])
+
+    @field_validator("tags")
+    @classmethod
+    def _are_all(cls, tags: list[str]) -> list[str]:
+        if {*tags} != TAGS:
+            raise ValueError("weights and kv_cache wake together. Name both, or neither")
+        return tags
 
 
 class UpdateInfo(Strict):
@@ -81,6 +104,23 @@ async def is_paused(request: Request) -> dict[str, Any]:
     return {"is_paused": paused, "weights_version": request.app.state.weights_version}
 
 
+@router.post("/sleep", responses=REFUSALS, summary="Give memory back until /wake_up; running requests wait")
+async def sleep(query: Annotated[SleepQuery, Query()], request: Request) -> dict[str, str]:
+    await _asked(request, lambda engine: engine.sleep(int(query.level)))
+    return {"status": "asleep"}
+
+
+@router.post("/wake_up", responses=REFUSALS, summary="Take the memory again, and go on")
+async def wake_up(query: Annotated[WakeQuery, Query()], request: Request) -> dict[str, str]:
+    await _asked(request, AsyncLLM.wake)
+    return {"status": "awake"}
+
+
+@router.get("/is_sleeping", responses=REFUSALS, summary="Whether the engine sleeps")
+async def is_sleeping(request: Request) -> dict[str, bool]:
+    return {"is_sleeping": server_state(request).engine.is_asleep}
+
+
 async def _asked(request: Request, call: Callable[[Any], Awaitable[Any]]) -> Any:
     state = server_state(request)
     try:
@@ -114,7 +154,7 @@ def _read(root: str | None, given: str) -> dict[str, Tensor]:
         files = [file for file in weight_files(Path(path)) if file.is_file()]
         path_in(root, given, map(str, files), **where)
         for file in files:
-            weights |= safetensors.torch.load(file.read_bytes())
+            weights |= _copied(file)
     except ApiError:
         raise
     except Exception as error:  # the library raises its own errors
@@ -122,3 +162,25 @@ def _read(root: str | None, given: str) -> dict[str, Tensor]:
     if not weights:
         raise ApiError(400, f"{FIELD}: {path} holds no weights in safetensors files. Save them there.", param=FIELD)
     return weights
+
+
+def _copied(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file, which may lie in tmpfs; raises ValueError if it changes meanwhile."""
+    # One copy, which is mapped: if a trainer truncates its own file, a mapping of that loses pages and ends the process
+    # (SIGBUS); if it writes into it, the weights are of two versions.
+    copy = os.memfd_create("nanovllm-weights")
+    try:
+        path = f"/proc/self/fd/{copy}"
+        before = _state(file)
+        shutil.copyfile(file, path)
+        if _state(file) != before:
+            raise ValueError(f"{file.name} has changed meanwhile. Save it under another name, and rename its folder.")
+        with safe_open(path, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    finally:
+        os.close(copy)
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    stat = file.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

@@ -191,7 +191,7 @@ class EngineThread:
 
     @property
     def _has_steps(self) -> bool:
-        return self._engine.has_unfinished and not self.is_asleep
+        return self._engine.has_unfinished and not (self.is_asleep and self._wake is None)  # a pool's replicas may die
 
     def _wait_for_work(self) -> bool:
         with self._changes:
