@@ -58,7 +58,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
     yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 4.2
     yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 137
-    yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_332
+    yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_348
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 148
     for file, function, max_lines, max_tokens in (
         ("scheduler.py", "schedule", 28, 272),
@@ -82,8 +82,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 560_300
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 647_300
+    yield "package: tokens", num_tokens(PYTHON), 562_300
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 652_300
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 58_300
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 9_129
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213

@@ -91,6 +91,8 @@ def build_engine(
         add_pictures(engine)
     if has_tiers:
         _open_tiers(engine, hash_seed, digest, publisher)
+    if binding.watch is not None:
+        _part("features.live_modules.switches", "follow")(engine)
     return _frozen(engine)
 
 

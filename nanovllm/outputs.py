@@ -62,6 +62,8 @@ class CompletionOutput:
         "timeout", "abort", "error" (see `RequestOutput.error`), or None while it runs.
     stop_reason: stop string or token id that ended the sample; None otherwise.
     logprobs: one entry per token of token_ids, if requested.
+    weight_versions: (index of a first token in the sample's whole output, label of the weights) of each run of tokens
+        that one `update_weights` drew; in a delta those of its tokens. None before the engine's first update.
     """
 
     index: int
@@ -70,6 +72,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None = None
+    weight_versions: list[tuple[int, str | None]] | None = None
 
 
 @dataclass(slots=True)
@@ -147,6 +150,9 @@ class RequestOutput:
             if completion is None:
                 self.outputs.append(theirs)
                 continue
+            if theirs.weight_versions is not None:
+                runs = completion.weight_versions or [(0, None)] * bool(completion.token_ids)
+                completion.weight_versions = runs + [run for run in theirs.weight_versions if run not in runs]
             completion.text += theirs.text
             completion.token_ids += theirs.token_ids
             if completion.logprobs is not None and theirs.logprobs is not None:

@@ -220,6 +220,7 @@ class Request:
         config = input_processor.config
         parts = input_processor.parts
         self._merge_metrics: Callable[[list[RequestMetrics]], RequestMetrics] = parts.merged_metrics
+        self.weight_runs = getattr(input_processor, "weight_runs", None)  # `WeightRuns`, after an update of weights
         self.request_id = new.request_id
         self.deadline = None if new.timeout is None else new.arrival_time + new.timeout  # time on the engine's clock
         self.is_streamed = new.output_kind is not OutputKind.FINAL
@@ -265,6 +266,8 @@ class Request:
                 sample.fail_text(error)
                 sample.sequence.finish_reason = "error"
                 outputs.append(sample.output(now))
+        if self.weight_runs is not None:
+            self.weight_runs.report(self.samples, outputs)
         if len(outputs) == 1:
             return outputs[0]
         failed = next((output for output in outputs if output.error), outputs[0])

@@ -389,9 +389,9 @@ class AsyncLLM(AsyncTokenization, AsyncScoring, AsyncPausing):
         """Forget every cached prefix."""
         await self._run(lambda engine: engine.reset_prefix_cache())
 
-    async def update_weights(self, weights: Weights, *, keep_kv: bool = False) -> None:
+    async def update_weights(self, weights: Weights, *, keep_kv: bool = False, version: str | None = None) -> None:
         """As `LLM.update_weights`, between two steps."""
-        await self._run(lambda engine: update_weights(engine, weights, keep_kv=keep_kv))
+        await self._run(lambda engine: update_weights(engine, weights, keep_kv=keep_kv, version=version))
 
     async def sleep(self, level: int = 1) -> None:
         """As `LLM.sleep`, between two steps; streams wait for `wake`."""

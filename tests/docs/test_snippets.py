@@ -26,13 +26,14 @@ RUN = (*SHELL, *PYTHON)
 # Blocks that no test runs: reason in the page -> number. Their flags and names are checked.
 NOT_RUN = {
     "Ray, in .ci/ray": 7,
+    "PEFT, in .ci/peft": 1,
     "TRL, in .ci/trainers": 1,
     "a GPU": 1,
     "a program of others": 1,
     "a vision-language checkpoint, in tests/media": 1,
     "an adapter": 1,
     "a checkpoint and its adapters, in tests/adapters": 1,
-    "weights of a trainer, in tests/updates": 2,
+    "weights of a trainer, in tests/updates": 3,
     "an engine of containers": 1,
     "clients, in .ci/clients": 11,
     "lm-eval, in .ci/evaluation": 2,

@@ -10,7 +10,7 @@ OPTIONS = {field.name: field for cls in (EngineConfig, SamplingParams) for field
 # Arguments that are no features: the object itself, the subject of a call, and bundles of options.
 ARGUMENTS = {
     "self", "options", "sampling_params", "prompt", "messages", "token_ids", "add_special_tokens", "tools",
-    "template_options", "request_ids", "look", "use_tqdm", "output", "weights", "keep_kv", "level",
+    "template_options", "request_ids", "look", "use_tqdm", "output", "weights", "keep_kv", "version", "level",
 }  # fmt: skip
 
 

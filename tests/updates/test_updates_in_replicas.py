@@ -63,8 +63,9 @@ def answers(model, prompts=PROMPTS, count=NUM_TOKENS):
 
 def test_every_replica_has_the_new_weights_and_no_prefix_of_the_old_ones_is_found(llm, models):
     for model in (models[1], models[2], models[0]):
-        llm.update_weights(lambda model=model: model.state_dict().items())
+        llm.update_weights(lambda model=model: model.state_dict().items(), version="new")
         outputs = generate(llm, PROMPTS * 2, GREEDY)
+        assert {repr(output.outputs[0].weight_versions) for output in outputs} == {"[(0, 'new')]"}
         assert token_ids(outputs) == answers(model) * 2
         assert not any(output.num_cached_tokens for output in outputs[:4])
         assert token_ids(generate(llm, PROMPTS, GREEDY)) == answers(model)
@@ -73,14 +74,16 @@ def test_every_replica_has_the_new_weights_and_no_prefix_of_the_old_ones_is_foun
 def test_a_killed_replica_starts_again_with_the_new_weights(llm, models):
     llm.update_weights(models[1].state_dict())
     some = {name: tensor for name, tensor in models[2].state_dict().items() if "mlp" in name}
-    llm.update_weights(some)
+    llm.update_weights(some, version="some")
     mixed = tiny_model(num_layers=1, seed=1)
     mixed.load_state_dict(some, strict=False)
     for index in range(2):
         kill(llm, index)
     wait_until_up(llm)
-    assert token_ids(generate(llm, PROMPTS * 2, GREEDY)) == answers(mixed) * 2
-    assert token_ids(generate(llm, PROMPTS * 2, GREEDY)) == answers(mixed) * 2
+    for _ in range(2):
+        outputs = generate(llm, PROMPTS * 2, GREEDY)
+        assert token_ids(outputs) == answers(mixed) * 2
+        assert {repr(output.outputs[0].weight_versions) for output in outputs} == {"[(0, 'some')]"}
 
 
 @pytest.mark.parametrize("call", ["check_weights", "update_weights"])
@@ -130,18 +133,22 @@ def test_streams_have_each_token_of_one_set_and_all_later_ones_of_the_new(keep_k
             async def answered(number):
                 params = greedy(300, ignore_eos=True)
                 stream = llm.generate(prompts[number], params, request_id=str(number), output_kind="delta")
-                return [token for output in [each async for each in stream] for token in output.outputs[0].token_ids]
+                whole, *later = [each async for each in stream]
+                for output in later:
+                    whole.extend(output)
+                return whole.outputs[0]
 
             tasks = [asyncio.ensure_future(answered(number)) for number in range(16)]
             while (await llm.stats()).num_output_tokens < 200:
                 await asyncio.sleep(0)
             before = await llm.inspect(counts)
-            await llm.update_weights({"lm_head.weight": flipped.lm_head.weight}, keep_kv=keep_kv)
+            await llm.update_weights({"lm_head.weight": flipped.lm_head.weight}, keep_kv=keep_kv, version="flipped")
             return before, await llm.inspect(counts), await asyncio.gather(*tasks)
 
     firsts, lasts, found = asyncio.run(run())
     assert max(lasts) < 300 and sum(firsts) > 100
-    for prompt, first, last, tokens in zip(prompts, firsts, lasts, found, strict=True):
+    for prompt, first, last, output in zip(prompts, firsts, lasts, found, strict=True):
+        tokens = output.token_ids
         with torch.no_grad():
             old, new = (model(torch.tensor([prompt + tokens])).logits[0].argmax(-1) for model in (models[0], flipped))
         of_old, of_new = (
@@ -149,6 +156,8 @@ def test_streams_have_each_token_of_one_set_and_all_later_ones_of_the_new(keep_k
         )
         num_old = sum(of_old)
         assert first <= num_old <= last
+        runs = [run for run in ((0, None), (num_old, "flipped")) if run[0] < num_old or run[1]]
+        assert output.weight_versions == runs
         assert of_old == [True] * num_old + [False] * (300 - num_old) and of_new == [not each for each in of_old]
 
 

@@ -22,6 +22,7 @@ class ResumedSample:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[tuple[int, str | None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,11 @@ def continuation(output: RequestOutput, params: SamplingParams, max_model_len: i
             f"the request has {max(len(output.outputs), params.n)} samples; resume continues one. Set n=1."
         )
     token_ids = []
-    logprobs = None
+    logprobs = versions = None
     for completion in output.outputs:  # none before the first token
         token_ids = completion.token_ids
         logprobs = completion.logprobs
+        versions = completion.weight_versions
         if completion.finish_reason in ENDED:
             raise ValueError(
                 f"the output's finish_reason is {completion.finish_reason!r}, so nothing follows it. Resume outputs "
@@ -108,7 +110,8 @@ def continuation(output: RequestOutput, params: SamplingParams, max_model_len: i
         raise ValueError(f"logprobs is {params.logprobs}, but the output has none. Leave it out.")
     if params.max_tokens is not None:
         params = replace(params, max_tokens=len(token_ids) + params.max_tokens)
-    return params, Resumed([ResumedSample(token_ids, logprobs)], RequestMetrics(0.0), output.prompt_logprobs)
+    sample = ResumedSample(token_ids, logprobs, weight_versions=versions)
+    return params, Resumed([sample], RequestMetrics(0.0), output.prompt_logprobs)
 
 
 class Resuming:

@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.engine import Engine
 from nanovllm.features.adapters.salts import AdapterSalt, adapter_of
 from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
+from nanovllm.features.updates import versions
 from nanovllm.features.updates.pausing import Pausing
 from nanovllm.features.updates.sleeping import bring_weights
 from nanovllm.sequence import Sequence
@@ -21,12 +22,13 @@ logger = logging.getLogger("nanovllm")
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Callable[[], Any]
 
 
-def update_weights(engine: Any, weights: Weights, *, keep_kv: bool = False) -> None:
+def update_weights(engine: Any, weights: Weights, *, keep_kv: bool = False, version: str | None = None) -> None:
     """See `Updating.update_weights`."""
     from nanovllm.features.updates.places import checked, places_of, write  # imports every form that keeps a copy
 
+    versions.check_label(version)
     if not isinstance(engine, Engine):
-        engine.change("update_weights", weights, keep_kv=keep_kv)
+        engine.change("update_weights", weights, keep_kv=keep_kv, version=version)
         return
     runner = engine.model_runner
     binding = runner.binding
@@ -45,6 +47,7 @@ def update_weights(engine: Any, weights: Weights, *, keep_kv: bool = False) -> N
             binding.watch.changes(with_structure=True)  # nothing that its owner has changed
         runner.executor.model_changed(in_place=True)
         _forget_prefixes(engine, keep_kv=keep_kv)
+        versions.begin(engine, version)
     logger.info("%d weights were updated", len(values))
 
 
@@ -82,7 +85,7 @@ def _mixed(sequence: Sequence) -> str:
 class Updating(Pausing):
     """Mixin of `LLM`."""
 
-    def update_weights(self: Any, weights: Weights, *, keep_kv: bool = False) -> None:
+    def update_weights(self: Any, weights: Weights, *, keep_kv: bool = False, version: str | None = None) -> None:
         """Write new weights into the model between two steps, in place and into every copy that the engine keeps.
 
         Args:
@@ -90,9 +93,10 @@ class Updating(Pausing):
                 returns either. Another floating-point dtype is converted.
             keep_kv: False drops all KV, so that running requests compute their tokens again; with True they go on from
                 the KV that they have. In both cases later requests find no KV of the weights before.
+            version: label of at most 256 characters that outputs report with their tokens, as `weight_versions`.
 
         Raises TypeError or ValueError, and changes nothing, for an unknown name, another shape, or values that are no
         floating-point numbers; ValueError with tensor_parallel_size above 1, and for quantised weights.
         """
         with self._interrupts(), self._turn() as engine:
-            update_weights(engine, weights, keep_kv=keep_kv)
+            update_weights(engine, weights, keep_kv=keep_kv, version=version)

@@ -217,7 +217,8 @@ class Reporter(Observer):
             logprobs = None if sequence.logprobs is None else sequence.logprobs[first:]
             reason = sequence.finish_reason
             stop = sequence.stop_reason
-            completions.append(SentCompletion(sequence.index, "", token_ids, reason, stop, logprobs))
+            versions = None if request.weight_runs is None else request.weight_runs.of(request.samples[sequence.index])
+            completions.append(SentCompletion(sequence.index, "", token_ids, reason, stop, logprobs, versions))
         if not any(completion.token_ids for completion in completions):
             return None
         return self._sent_progress(request, completions)

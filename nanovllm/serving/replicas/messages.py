@@ -197,6 +197,7 @@ class Order(Struct, tag=True, array_like=True):
     level: int = 1
     image: SentImage | None = None
     keep_kv: bool = False
+    version: str | None = None
 
 
 class Close(Struct, tag=True, array_like=True):
@@ -237,11 +238,10 @@ class SentCompletion(Struct, array_like=True):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None
+    weight_versions: list[tuple[int, str | None]] | None = None
 
     def to_output(self) -> CompletionOutput:
-        return CompletionOutput(
-            self.index, self.text, self.token_ids, self.finish_reason, self.stop_reason, self.logprobs
-        )
+        return CompletionOutput(*(getattr(self, name) for name in self.__struct_fields__))
 
 
 class SentOutput(Struct, array_like=True):
@@ -268,7 +268,7 @@ class SentOutput(Struct, array_like=True):
     @classmethod
     def from_output(cls, output: RequestOutput, placement: int, answer: AnswerLogits | None) -> SentOutput:
         completions = [
-            SentCompletion(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs)
+            SentCompletion(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs, c.weight_versions)
             for c in output.outputs
         ]
         return cls(

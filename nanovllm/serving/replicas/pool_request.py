@@ -37,6 +37,13 @@ class PoolSample:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    weight_versions: list[tuple[int, str | None]] | None = None
+
+    def add_versions(self, later: list[tuple[int, str | None]] | None) -> None:
+        """Add runs of weights; called before their tokens are added."""
+        if later is not None:
+            runs = self.weight_versions or [(0, None)] * bool(self.token_ids)
+            self.weight_versions = runs + [run for run in later if run not in runs]
 
 
 class PoolRequest:
@@ -102,6 +109,7 @@ class PoolRequest:
             if completion.token_ids:  # an empty output is no progress: earlier deaths still count
                 self.num_deaths = 0
             sample = self.samples[completion.index]
+            sample.add_versions(completion.weight_versions)
             sample.text += completion.text
             sample.token_ids += completion.token_ids
             if sample.logprobs is not None:
@@ -143,7 +151,9 @@ class PoolRequest:
             itl if longest is None or itl > longest else longest,
         )
         if self.new.output_kind is OutputKind.DELTA:
-            return self._output([CompletionOutput(0, text, [token_id], None, None)], is_finished=False)
+            runs = sample.weight_versions and sample.weight_versions[-1:]
+            completion = CompletionOutput(0, text, [token_id], None, None, weight_versions=runs)
+            return self._output([completion], is_finished=False)
         return self._output([self._so_far(0)], is_finished=False)
 
     def resumed(self, *, num_preemptions: int = 0) -> Resumed | None:
@@ -153,7 +163,10 @@ class PoolRequest:
         """
         if not any(sample.token_ids for sample in self.samples):
             return None
-        samples = [ResumedSample(s.token_ids, s.logprobs, s.finish_reason, s.stop_reason) for s in self.samples]
+        samples = [
+            ResumedSample(s.token_ids, s.logprobs, s.finish_reason, s.stop_reason, s.weight_versions)
+            for s in self.samples
+        ]
         before = self.metrics
         metrics = replace(before, num_preemptions=before.num_preemptions + num_preemptions)
         return Resumed(samples, metrics, self._prompt_logprobs, self._error, self._error_kind)
@@ -176,8 +189,9 @@ class PoolRequest:
         sample = self.samples[index]
         logprobs = None if sample.logprobs is None else sample.logprobs[:]
         return CompletionOutput(
-            index, sample.text, sample.token_ids[:], sample.finish_reason, sample.stop_reason, logprobs
-        )
+            index, sample.text, sample.token_ids[:], sample.finish_reason, sample.stop_reason, logprobs,
+            sample.weight_versions and sample.weight_versions[:],
+        )  # fmt: skip
 
     def _output(self, completions: list[CompletionOutput], *, is_finished: bool) -> RequestOutput:
         new = self.new

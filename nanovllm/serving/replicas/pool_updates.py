@@ -37,12 +37,14 @@ class PoolUpdates:
 
     images: weights that were updated, the oldest first, each name once; a replica that starts again reads them.
     level: level of the replicas' sleep; None while they are awake.
+    version: label of the weights.
     """
 
     def __init__(self, fleet: FleetInterface, advance: Callable[[], None]) -> None:
         self.images: list[Image] = []
         self.is_paused = False
         self.level: int | None = None
+        self.version: str | None = None
         self._fleet = fleet
         self._advance = advance
         self._numbers = itertools.count(1)
@@ -51,7 +53,7 @@ class PoolUpdates:
         self._answers: list[Obeyed] = []
         self._behind: Counter[ReplicaQueue] = Counter()  # orders of a replica that catches up
 
-    def update_weights(self, weights: Weights, *, keep_kv: bool) -> None:
+    def update_weights(self, weights: Weights, *, keep_kv: bool, version: str | None = None) -> None:
         """Update every replica, or none; raises the errors of one engine."""
         given = weights() if callable(weights) else weights
         image = Image(given.items() if isinstance(given, Mapping) else given)
@@ -62,7 +64,8 @@ class PoolUpdates:
         self._keep(image, {name for answer in answers for name in answer.names})
         if self.level is not None:
             self.level = 1  # an update brings weights back
-        self._ask("update_weights", image=image.sent(), keep_kv=keep_kv)
+        self.version = version
+        self._ask("update_weights", image=image.sent(), keep_kv=keep_kv, version=version)
 
     def pause_generation(self) -> None:
         self.is_paused = True
@@ -98,7 +101,9 @@ class PoolUpdates:
     def handle(self, replica: ReplicaQueue, message: FromEngine | None) -> None:
         """Handle a message of a replica, None for its death."""
         if isinstance(message, Ready):
-            orders = [Order(CATCH_UP, "update_weights", image=image.sent()) for image in self.images]
+            orders = [
+                Order(CATCH_UP, "update_weights", image=image.sent(), version=self.version) for image in self.images
+            ]
             orders += [Order(CATCH_UP, "pause_generation")] if self.is_paused else []
             orders += [] if self.level is None else [Order(CATCH_UP, "sleep", self.level)]
             for order in orders:

@@ -17,7 +17,7 @@ from nanovllm.serving.replicas.weight_images import mapped
 def obey(engine: Engine, order: Order) -> Obeyed:
     """Carry an order out; raises if weights may be written in part, which this process must not outlive."""
     if order.call == "update_weights":
-        update_weights(engine, _weights(order), keep_kv=order.keep_kv)
+        update_weights(engine, _weights(order), keep_kv=order.keep_kv, version=order.version)
         return Obeyed(order.number)
     try:
         return Obeyed(order.number, names=_call(engine, order))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -26,7 +27,7 @@ class TokenSender:
 
     def __init__(self) -> None:
         # Request id -> preemptions and cached tokens, as last sent with its metrics.
-        self._known: dict[str, tuple[int, int]] = {}
+        self._known: dict[str, Any] = {}
 
     def split(
         self, outputs: Sequence[RequestOutput], placements: Mapping[str, int]
@@ -37,7 +38,8 @@ class TokenSender:
         for output in outputs:
             request_id = output.request_id
             metrics = output.metrics
-            now = (metrics.num_preemptions, output.num_cached_tokens)
+            runs = [run for completion in output.outputs for run in (completion.weight_versions or ())[-1:]]
+            now = (metrics.num_preemptions, output.num_cached_tokens, runs)
             if not (self._known.get(request_id) == now and _is_one_token(output)):
                 self._known[request_id] = now
                 whole.append(output)

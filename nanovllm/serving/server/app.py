@@ -80,7 +80,6 @@ def create_app(
     app.servers = [{"url": settings.root_path}] if settings.root_path else []
     app.state.api_keys = keys
     app.state.recorder = recorder
-    app.state.weights_version = None
     app.state.server = ServerState(
         engine=engine,
         settings=settings,

@@ -14,6 +14,8 @@ from pydantic import Field, field_validator
 from safetensors import safe_open
 from torch import Tensor
 
+from nanovllm.features.updates import pausing
+from nanovllm.features.updates.versions import MAX_LENGTH, weights_version
 from nanovllm.models.headers import INDEX, weight_files
 from nanovllm.serving.async_llm import AsyncLLM
 from nanovllm.serving.server.adapters import path_in
@@ -82,7 +84,7 @@ class UpdateWeightsRequest(Strict):
     """Body of /update_weights. version: label of the weights; keep_kv: let running requests go on from their KV."""
 
     update_info: UpdateInfo
-    version: str | None = Field(default=None, max_length=256)
+    version: str | None = Field(default=None, max_length=MAX_LENGTH)
     keep_kv: bool = False
 
 
@@ -100,8 +102,10 @@ async def resume(request: Request) -> dict[str, str]:
 
 @router.get("/is_paused", responses=REFUSALS, summary="Whether the engine is paused, and the version of its weights")
 async def is_paused(request: Request) -> dict[str, Any]:
-    paused = await _asked(request, AsyncLLM.is_paused)
-    return {"is_paused": paused, "weights_version": request.app.state.weights_version}
+    paused, version = await _asked(
+        request, lambda llm: llm.inspect(lambda engine: (pausing.is_paused(engine), weights_version(engine)))
+    )
+    return {"is_paused": paused, "weights_version": version}
 
 
 @router.post("/sleep", responses=REFUSALS, summary="Give memory back until /wake_up; running requests wait")
@@ -136,8 +140,7 @@ async def update_weights(body: UpdateWeightsRequest, request: Request) -> dict[s
         state.admission.check()
         async with state.loading_turn:
             weights = await asyncio.to_thread(_read, state.settings.weights_folder, body.update_info.path)
-            await state.engine.update_weights(weights, keep_kv=body.keep_kv)
-            request.app.state.weights_version = body.version
+            await state.engine.update_weights(weights, keep_kv=body.keep_kv, version=body.version)
     except Exception as error:
         raise state.admission.api_error(error, body.names()) from error
     return {"message": "Weights updated", "version": body.version}
