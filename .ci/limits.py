@@ -51,8 +51,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of what a reader of the engine has to know."""
     reached = closure(ENTRIES, without=(COMPOSITION_ROOT,))
     yield "closure of the engine, functions' imports too: files", len(reached), 24
-    yield "closure of the engine: lines", num_lines(reached), 6_860
-    yield "closure of the engine: tokens", num_tokens(reached), 40_900
+    yield "closure of the engine: lines", num_lines(reached), 6_866
+    yield "closure of the engine: tokens", num_tokens(reached), 41_000
     yield "folders that the engine cannot do without", int(printed_by("deletions.py").split()[-1]), 0
     has_passed, branches = measure([])
     yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
@@ -82,8 +82,8 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 562_300
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 652_300
+    yield "package: tokens", num_tokens(PYTHON), 564_800
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 656_500
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 58_300
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 9_129
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213

@@ -31,17 +31,12 @@ REFUSALS: dict[str, Mapping[str, str]] = {
     "resume": {REPLICAS: "the tokens so far would go to any replica. Give them as the end of a prompt."},
     "beam_search": {REPLICAS: "beams fork sequences of one engine. Use one, or tensor_parallel_size."},
     "fork": {REPLICAS: "a request's KV is in one of them. Give its tokens as a prompt, for the prefix cache to find."},
-    "load_adapter": {
-        TENSOR_PARALLEL: "factors are not split among ranks. Merge the adapter into its base model, or use replicas.",
-        RAY: "a front knows a replica by its requests alone. Merge the adapter into its base model.",
-    },
+    "load_adapter": {RAY: "a front knows a replica by its requests alone. Merge the adapter into its base model."},
     "pause_generation": {RAY: "engines of other machines are not paused. Use replicas of one."},
     "reset_prefix_cache": {RAY: "a front knows a replica by its requests alone. Start the application anew."},
-    "sleep": dict.fromkeys((TENSOR_PARALLEL, RAY), "other ranks and machines keep their memory. Close them instead."),
-    "wake": dict.fromkeys((TENSOR_PARALLEL, RAY), "such engines do not sleep. Leave it out."),
-    "update_weights": dict.fromkeys(
-        (TENSOR_PARALLEL, RAY), "weights of other ranks and machines are not updated. Use one engine, or replicas."
-    ),
+    "sleep": {RAY: "engines of other machines keep their memory. Close them instead."},
+    "wake": {RAY: "such engines do not sleep. Leave it out."},
+    "update_weights": {RAY: "weights of other machines are not updated. Use one machine."},
     "weights_changed": {
         REPLICAS: "nobody can have edited the weights of another process. Build a new LLM.",
         TENSOR_PARALLEL: "nobody can have edited the weights of other processes. Build a new engine.",
@@ -62,6 +57,9 @@ REFUSALS: dict[str, Mapping[str, str]] = {
         "CUDA_VISIBLE_DEVICES.",
     },
 }
+
+
+RANKS_OF_REPLICAS = "replicas of several ranks are not changed together. Use one engine of several ranks."
 
 
 def refuse(feature: str, mode: str, reason: str | None = None) -> NoReturn:

@@ -201,14 +201,10 @@ def test_entries_without_effect_are_accepted(model, llm, tmp_path):
     llm.unload_adapter("x")
 
 
-def test_recurrent_layers_and_ranks_refuse_adapters_by_name(model, tmp_path, monkeypatch):
+def test_recurrent_layers_refuse_adapters_by_name(model, tmp_path, monkeypatch):
     path = save_adapter(tmp_path / "a", model)
     with LLM(model, **SIZES) as llm:
         binding = llm._engine.model_runner.binding
-        monkeypatch.setattr(binding, "ranks", object())
-        with pytest.raises(ValueError, match="load_adapter does not work with tensor_parallel_size"):
-            llm.load_adapter("a", path)
-        monkeypatch.setattr(binding, "ranks", None)
         monkeypatch.setattr(type(binding.mixers), "__bool__", lambda _: True)
         with pytest.raises(ValueError, match="recurrent layers"):
             llm.load_adapter("a", path)

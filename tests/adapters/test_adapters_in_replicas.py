@@ -254,12 +254,6 @@ def test_an_adapter_that_a_replica_lacks_ends_the_request_and_no_other(llm):
         assert not outputs[3].outputs[0].token_ids and not llm._engine.requests
 
 
-def test_several_ranks_refuse_adapters_by_name(llm, monkeypatch):
-    monkeypatch.setattr(llm._engine, "config", replace(llm.config, tensor_parallel_size=2))
-    with pytest.raises(ValueError, match=r"^load_adapter does not work with tensor_parallel_size: "):
-        llm.load_adapter("c", folders()["a"])
-
-
 # ------------------------------------------------------------------------------------------------ one engine process
 
 

@@ -10,6 +10,7 @@ from nanovllm import LLM
 from nanovllm.cli.main import main
 from nanovllm.errors import DeviceError
 from nanovllm.fast.gpu.rank_runner import RankRunner
+from nanovllm.features.ranks.rank_calls import key_of
 from nanovllm.features.tiers import prefix_tiers, rank_tiers
 from nanovllm.features.tiers.rank_tiers import RankOrders
 from tests.support.llms import OPTIONS, check_engine, generate, token_ids
@@ -140,7 +141,7 @@ class Others:
         self.sent.append((kind, order, payload))
         if order in self._answers:
             for rank, answer in enumerate(self._answers[order], 1):
-                self.store.set(f"tiers/{payload[0]}/{rank}", answer)
+                self.store.set(key_of(f"tiers {payload[0]}", rank), answer)
 
     def check(self):
         if self._is_gone:

@@ -242,11 +242,7 @@ def run_updates(llm, steps):
     weights = tiny_model().state_dict()
     calls = {"update_weights": [weights], "sleep": [], "wake": []}
     for name, arguments in calls.items():
-        if llm.config.tensor_parallel_size > 1:
-            with pytest.raises(ValueError, match=f"^{name} does not work with tensor_parallel_size: "):
-                getattr(llm, name)(*arguments)
-        else:
-            getattr(llm, name)(*arguments)
+        getattr(llm, name)(*arguments)
     assert_same(llm, PROMPTS)
 
 
@@ -278,11 +274,6 @@ def run_cache_salt(llm, steps):
 
 def run_adapters(llm, steps):
     folder = save_adapter(Path(tempfile.mkdtemp(prefix="nanovllm-adapter-")), tiny_model())
-    if llm.config.tensor_parallel_size > 1:
-        with pytest.raises(ValueError, match=r"^load_adapter does not work with tensor_parallel_size: "):
-            llm.load_adapter("tuned", folder)
-        assert not llm.adapters
-        return
     for each in (llm, one()):
         each.load_adapter(name="tuned", path=folder)
     assert llm.adapters.keys() == {"tuned"}
@@ -447,6 +438,7 @@ ELSEWHERE = {
         "structured_output": "test_tensor_parallel", "quantization": "test_dequantised",
         "kv_cache_dtype": "test_two_gpus",
         "draft_model": "test_drafts_on_ranks", "a Drafter that cannot be pickled": "test_drafts_on_ranks",
+        **dict.fromkeys(("update_weights", "sleep", "wake"), "test_updates_on_ranks"),
         "a report of draws": "of a loaded module, which several ranks refuse",
         "a tokenizer that cannot be pickled": "rank 0 is this process, and the others have no tokenizer",
         "nanovllm bench": "steps an LLM as here", "nanovllm tune": "steps an LLM as here",

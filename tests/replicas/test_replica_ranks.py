@@ -7,7 +7,9 @@ import time
 import pytest
 
 from nanovllm import LLM, SamplingParams, UnsupportedModelError
+from tests.support.adapter_files import merged, save_adapter
 from tests.support.equality import NUM_NEW_TOKENS, model, prompts, reference
+from tests.support.layer_kinds import own_answer
 from tests.support.llms import comes_true, generate, greedy, token_ids
 from tests.support.replicas import (
     OPTIONS,
@@ -19,7 +21,7 @@ from tests.support.replicas import (
     tiny_folder,
     wait_until_up,
 )
-from tests.support.tiny_models import random_prompts
+from tests.support.tiny_models import random_prompts, tiny_model
 
 pytestmark = pytest.mark.usefixtures("programs_are_forked")
 
@@ -69,6 +71,17 @@ def test_tokens_equal_those_of_transformers(llm):
 
 
 @pytest.mark.full
+def test_adapters_are_loaded_in_every_replica_of_several_ranks(llm, tmp_path):
+    path = save_adapter(tmp_path / "a", tiny_model())
+    llm.load_adapter("a", path)
+    prompts = random_prompts(8, low=3, high=40, seed=3)
+    names = ["a", None] * 4
+    models = {"a": merged(tiny_model(), path), None: tiny_model()}
+    found = token_ids(generate(llm, prompts, greedy(8, ignore_eos=True), adapter=names))
+    assert found == [own_answer(models[name], prompt, 8) for prompt, name in zip(prompts, names, strict=True)]
+    llm.unload_adapter("a")
+
+
 def test_a_rank_killed_under_load_ends_its_replica_alone_whose_requests_move(llm):
     wait_until_up(llm)
     own, other = ranks_of(llm, 0), ranks_of(llm, 1)

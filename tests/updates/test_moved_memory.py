@@ -101,10 +101,6 @@ def test_an_engine_without_memory_to_take_sleeps_on(storages, folder, answers, m
         monkeypatch.undo()
         llm.wake()
         assert answered(llm) == answers
-        monkeypatch.setattr(llm._engine.model_runner.binding, "ranks", object())
-        with pytest.raises(ValueError, match="sleep does not work with tensor_parallel_size"):
-            llm.sleep()
-        monkeypatch.undo()
 
 
 def test_an_update_brings_the_weights_of_level_2_back(storages, folder):

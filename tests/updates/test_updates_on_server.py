@@ -332,7 +332,7 @@ def test_an_engine_in_a_process_takes_the_calls_and_several_ranks_are_refused(fo
         assert running.post("/wake_up", headers=KEY).status_code == 200
         assert completed(running) == own_answer(models[1], PROMPT, 10)
     with pytest.raises(ValueError, match="update_weights does not work with tensor_parallel_size"):
-        front_door({"tensor_parallel_size": 2}, engine_process=None, updates_weights=True)
+        front_door({"tensor_parallel_size": 2}, engine_process=True, updates_weights=True)
 
 
 def test_an_engine_that_cannot_pause_says_so(running, monkeypatch):

@@ -174,14 +174,9 @@ def test_one_weight_under_two_names_has_one_value(tmp_path):
         llm.update_weights(weights)
 
 
-def test_quantised_weights_replicas_and_ranks_refuse_by_name(models, folder, monkeypatch):
+def test_quantised_weights_refuse_by_name(models, folder):
     with LLM(folder, **SIZES | {"quantization": "int8"}) as llm, pytest.raises(ValueError, match="quantised weights"):
         llm.update_weights(models[1].state_dict())
-    with LLM(folder, **SIZES) as llm:
-        monkeypatch.setattr(llm._engine.model_runner.binding, "ranks", object())
-        with pytest.raises(ValueError, match="update_weights does not work with tensor_parallel_size"):
-            llm.update_weights(models[1].state_dict())
-        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("form", ["fused", "eager"])

@@ -22,7 +22,9 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.cache_pools import CachePools
 from nanovllm.features.interrupts import interrupts_put_off
 from nanovllm.features.logprobs.logprobs import StepLogprobs
+from nanovllm.features.ranks.rank_calls import answer_call, call_together
 from nanovllm.features.ranks.ranks import Ranks
+from nanovllm.features.ranks.shared_tensors import SharedTensors
 from nanovllm.features.ranks.step_order import StepOrder
 from nanovllm.features.ranks.workers import CLOSE_SECONDS, Start, WorkerProcesses
 from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
@@ -80,6 +82,8 @@ class RankRunner(ModelRunner):
     sampler: RankSampler
     workers: WorkerProcesses | None = None
     tiers: RankTiers | None = None  # None on the first rank
+    adapter_slots: Any = None  # `DeviceSlots` of this rank, once an adapter is loaded
+    step_slots: Any = None  # slots of the rows' adapters in the step that the first rank launches
 
     def __init__(
         self,
@@ -123,7 +127,7 @@ class RankRunner(ModelRunner):
         assert self.workers is not None
         draws = self.sampler.begin_step(batch.sampling, layout.sampled_positions.tolist())
         try:
-            self.workers.send("follow", StepOrder.from_step(batch, layout, draws, report))
+            self.workers.send("follow", StepOrder.from_step(batch, layout, draws, report, self.step_slots))
             return partial(self._draw_together, self.executor.launch(batch, layout, masks, report))
         except BaseException as error:  # the others are in the middle of the step
             self.workers.fail(error)
@@ -145,11 +149,23 @@ class RankRunner(ModelRunner):
         batch = ScheduledBatch(0, (draws_all,), copies=order.copies)
         masks: Any = self.backend.plan(order.layout)
         report = self.sampler.stage.new_report(order.prompt, order.embedded)
-        self.executor.launch(batch, order.layout, masks, report)()
+        launch = self.executor.launch
+        if order.slots is not None:
+            launch = partial(self.adapter_slots.launch, slots=order.slots)
+        launch(batch, order.layout, masks, report)()
 
     def follow_tiers(self, kind: str, payload: tuple[Any, ...]) -> None:
         """Execute an order of rank 0's tiers."""
         getattr(self.tiers, kind)(*payload)
+
+    def together(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call function(runner, *arguments) on every rank; see `call_together`. The draws of all steps are launched."""
+        assert self.workers is not None
+        with computing_with(self.workers.num_threads):
+            return call_together(self, function, arguments)
+
+    answer = answer_call
+    share = staticmethod(SharedTensors)
 
     def capture_ahead(self) -> bool:
         if self.workers is None:

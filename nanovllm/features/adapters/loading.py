@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.config import text
 
@@ -71,12 +71,12 @@ def check_name(name: Any) -> str:
     return name
 
 
-def read_adapter(name: str, path: Any, targets: Mapping[str, nn.Module], dtype: torch.dtype, max_rank: int) -> Adapter:
+def read_adapter(name: str, path: Any, targets: Mapping[str, Any], dtype: torch.dtype, max_rank: int) -> Adapter:
     """Read an adapter for a model.
 
     Args:
         path: folder of the adapter.
-        targets: linear layers that adapters may change, by name.
+        targets: in_features and out_features of the linear layers that adapters may change, by name.
         dtype: dtype of the factors.
         max_rank: largest rank that is accepted (max_lora_rank).
 
@@ -189,7 +189,7 @@ def _factors(
     file: Path,
     module: str,
     pair: Mapping[str, Tensor],
-    targets: Mapping[str, nn.Module],
+    targets: Mapping[str, Any],
     scale: tuple[float, bool],
     dtype: torch.dtype,
     max_rank: int,

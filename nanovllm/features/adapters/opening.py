@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
-
-from torch import nn
+from typing import Any, NamedTuple
 
 from nanovllm.engine import Engine
 from nanovllm.features.adapters.loading import Adapter, check_name, read_adapter
+from nanovllm.features.adapters.rank_slots import RankSlots
 from nanovllm.features.adapters.slots import AdapterSlots
-from nanovllm.features.adapters.steps import AdapterSteps, DeviceSlots, ModuleSlots
+from nanovllm.features.adapters.steps import AdapterSteps, DeviceSlots, device_slots
 from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
-from nanovllm.model_runner import DirectExecutor, ModelRunner
+from nanovllm.model_runner import ModelRunner
 
 logger = logging.getLogger("nanovllm")
 
@@ -32,8 +32,10 @@ def load_adapter(engine: Any, name: str, path: Any) -> Adapter:
         return loaded
     runner = engine.model_runner
     config: Any = engine.config
-    if runner.binding.ranks is not None:
-        refuse("load_adapter", TENSOR_PARALLEL)
+    if runner.binding.ranks is not None and runner.device.type == "cuda":
+        refuse(
+            "load_adapter", TENSOR_PARALLEL, "GPUs do not split factors among ranks. Merge the adapter into its model."
+        )
     adapters: dict[str, Adapter] = engine.input_processor.parts.adapters
     targets = targets_of(runner)
     adapter = read_adapter(name, path, targets, runner.binding.dtype, config.max_lora_rank)
@@ -57,17 +59,28 @@ def unload_adapter(engine: Any, name: str) -> None:
     del adapters[name]
 
 
-def targets_of(runner: ModelRunner) -> dict[str, nn.Module]:
+class Sizes(NamedTuple):
+    """Sizes of a whole linear layer; a rank may have a part of it."""
+
+    out_features: int
+    in_features: int
+
+
+def targets_of(runner: ModelRunner) -> dict[str, Sizes]:
     """The linear layers that adapters may change, by name: those within decoder layers with attention."""
     binding = runner.binding
     if binding.mixers:
         raise ValueError(f"{type(binding.model).__name__} has recurrent layers, and no adapter is served with them.")
     binding.uninstall()  # names of modules are the model's own then
     within = {id(module) for layer in binding.layer_modules for module in layer.modules()}
+    parts: Mapping[str, Any] = getattr(binding.model, "rank_parts", {})
     return {
-        name: module
+        name: Sizes(
+            *parts[weight].shape if (weight := f"{name}.weight") in parts else (out_features, module.in_features)
+        )
         for name, module in binding.model.named_modules()
-        if id(module) in within and hasattr(module, "in_features") and hasattr(module, "out_features")
+        if id(module) in within and hasattr(module, "in_features")
+        if (out_features := getattr(module, "out_features", None)) is not None
     }
 
 
@@ -78,12 +91,8 @@ def _prepare(engine: Engine) -> AdapterSlots:
     if isinstance(engine.scheduler.budget, AdapterSlots):
         return engine.scheduler.budget
     num_slots = min(config.max_loras, config.max_num_seqs)
-    device: DeviceSlots
-    if isinstance(runner.executor, DirectExecutor):
-        limits = num_slots, config.max_lora_rank, config.max_num_batched_tokens
-        device = ModuleSlots(runner.binding, runner.launch_step, *limits)
-    else:
-        device = runner.executor.adapter_slots(runner, num_slots)  # type: ignore[attr-defined]
+    has_ranks = runner.binding.ranks is not None
+    device: DeviceSlots = RankSlots(engine, num_slots) if has_ranks else device_slots(runner, num_slots)
     slots = AdapterSlots(engine.scheduler, num_slots, device.put)
     runner.launch_step = AdapterSteps(runner.launch_step, slots, device).launch
     slots.reserve = getattr(device, "reserve", slots.reserve)

@@ -17,6 +17,7 @@ from nanovllm.features.adapters.salts import adapter_of
 from nanovllm.features.adapters.slots import AdapterSlots
 from nanovllm.layout import BatchLayout
 from nanovllm.model import AttributePatches, ModelBinding
+from nanovllm.model_runner import DirectExecutor, ModelRunner
 
 Run = tuple[int, int, int]  # first row, end, slot
 
@@ -60,6 +61,15 @@ def runs_of(slots: NDArray[np.int32]) -> list[Run]:
     ends = [*(np.flatnonzero(np.diff(slots)) + 1).tolist(), len(slots)]
     starts = [0, *ends[:-1]]
     return [(start, end, slot) for start, end in zip(starts, ends, strict=True) if (slot := int(slots[start])) >= 0]
+
+
+def device_slots(runner: ModelRunner, num_slots: int) -> Any:
+    """The `DeviceSlots` of a runner's executor."""
+    config: Any = runner.config
+    if isinstance(runner.executor, DirectExecutor):
+        limits = num_slots, config.max_lora_rank, config.max_num_batched_tokens
+        return ModuleSlots(runner.binding, runner.launch_step, *limits)
+    return runner.executor.adapter_slots(runner, num_slots)  # type: ignore[attr-defined]
 
 
 class ModuleSlots:

@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ _REPLICATED = {"replicated_with_grad_allreduce", "replicate", "embedding_rowwise
 _OF_LINEARS = {"colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"}
 _OF_EXPERTS = {"packed_colwise", "rowwise", "moe_tp_experts"}
 _OF_HEADS = {"colwise_gather_output", "rowwise_split_input"}
+_PARTS = "rank_parts"  # attribute of a module: name of its parameter -> WeightPart
 _OF_KEYS_AND_VALUES = ("k_proj", "v_proj")
 PART_OF_LAYER = re.compile(r"(.*?\.\d+)\.(.*)")  # path of a layer in a ModuleList, and of a module or parameter in it
 
@@ -45,6 +49,20 @@ class Shard:
     name: str
     style: str
     module: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """A rank's part of a weight.
+
+    shape: shape of the whole weight.
+    cut: function that takes the part from the whole weight.
+    names: names in the state dict that the whole weight has, such as those of tied embeddings.
+    """
+
+    shape: tuple[int, ...]
+    cut: Callable[[Tensor], Tensor]
+    names: tuple[str, ...] = ()
 
 
 class ShardedHead:
@@ -95,9 +113,15 @@ def split_logits(binding: ModelBinding, ranks: Ranks, head: ShardedHead) -> None
 def shard_model(model: Any, ranks: Ranks) -> ShardedHead | None:
     """Slice every parameter of the plan to this rank's part; returns the head if it is sharded.
 
+    The model's `rank_parts` maps names of its state dict to `WeightPart`s afterwards.
+
     Raises UnsupportedModelError as `plan_shards`.
     """
     head: ShardedHead | None = None
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    names_of = {name: tuple(tied) for tied in names.values() for name in tied}
     config = model.config.get_text_config(decoder=True)
     with torch.no_grad():
         for shard in plan_shards(model, ranks.size):
@@ -108,6 +132,11 @@ def shard_model(model: Any, ranks: Ranks) -> ShardedHead | None:
                 _shard_linear(shard, ranks, config)
             else:
                 _shard_experts(shard, ranks)
+    model.rank_parts = {
+        (full := f"{prefix}.{name}"): replace(part, names=names_of[full])
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name, part in vars(module).get(_PARTS, {}).items()
+    }
     return head
 
 
@@ -228,10 +257,10 @@ def _shard_linear(shard: Shard, ranks: Ranks, config: Any) -> None:
     else:
         width = linear.in_features // ranks.size
         start = ranks.rank * width
-        linear.weight = _parameter(linear.weight[:, start : start + width])
+        _keep(linear, "weight", partial(torch.narrow, dim=1, start=start, length=width))
         linear.in_features = width
         if linear.bias is not None and ranks.rank > 0:  # the all-reduce adds the bias once
-            linear.bias = _parameter(torch.zeros_like(linear.bias))
+            _keep(linear, "bias", torch.zeros_like)
         if shard.style == "rowwise_split_input":
             linear.register_forward_pre_hook(lambda _, inputs: (inputs[0][..., start : start + width],))
         linear.register_forward_hook(lambda _, inputs, states: all_reduce(states, handle))
@@ -244,12 +273,15 @@ def _slice_columns(linear: Any, ranks: Ranks, width: int) -> None:
 
 def _keep_columns(linear: Any, start: int, width: int) -> None:
     for name in ("weight", "bias"):
-        values = getattr(linear, name)
-        if values is not None:
-            kept = values[start : start + width]
-            padding = values.new_zeros(width - len(kept), *values.shape[1:])
-            setattr(linear, name, _parameter(torch.cat([kept, padding])))
+        if getattr(linear, name) is not None:
+            _keep(linear, name, partial(_rows_of, start=start, width=width))
     linear.out_features = width
+
+
+def _rows_of(values: Tensor, *, start: int, width: int) -> Tensor:
+    kept = values[start : start + width]
+    padding = values.new_zeros(width - len(kept), *values.shape[1:])
+    return torch.cat([kept, padding])
 
 
 def _shard_experts(shard: Shard, ranks: Ranks) -> None:
@@ -258,17 +290,21 @@ def _shard_experts(shard: Shard, ranks: Ranks) -> None:
     if parameter is None:
         shard.module.register_forward_hook(lambda _, inputs, states: all_reduce(states, handle))
         return
-    if shard.style == "packed_colwise":  # [num_experts, gate and up, in]: a part of gate and a part of up
-        half = parameter.shape[1] // 2
-        width = half // ranks.size
-        starts = (ranks.rank * width, half + ranks.rank * width)
-        kept = torch.cat([parameter[:, start : start + width] for start in starts], dim=1)
-    else:
-        width = parameter.shape[2] // ranks.size
-        kept = parameter[:, :, ranks.rank * width : (ranks.rank + 1) * width]
-    shard.module._parameters[shard.name.rpartition(".")[2]] = _parameter(kept)
+    is_packed = shard.style == "packed_colwise"
+    width = (parameter.shape[1] // 2 if is_packed else parameter.shape[2]) // ranks.size
+    cut = _gate_and_up_of if is_packed else partial(torch.narrow, dim=2)
+    _keep(shard.module, shard.name.rpartition(".")[2], partial(cut, start=ranks.rank * width, length=width))
 
 
-def _parameter(values: Tensor) -> nn.Parameter:
-    """A parameter with copied memory, so that the whole weight can be freed."""
-    return nn.Parameter(values.detach().clone(), requires_grad=False)
+def _gate_and_up_of(values: Tensor, *, start: int, length: int) -> Tensor:
+    """A part of gate and a part of up, of values [num_experts, gate and up, in]."""
+    half = values.shape[1] // 2
+    return torch.cat([values[:, at : at + length] for at in (start, half + start)], dim=1)
+
+
+def _keep(module: nn.Module, name: str, cut: Callable[[Tensor], Tensor]) -> None:
+    """Replace a parameter by a copied part of it, so that the whole weight can be freed."""
+    whole = module._parameters[name]
+    assert whole is not None
+    module._parameters[name] = nn.Parameter(cut(whole.detach()).clone(), requires_grad=False)
+    vars(module).setdefault(_PARTS, {})[name] = WeightPart(tuple(whole.shape), cut)

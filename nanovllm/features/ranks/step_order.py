@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanovllm.batch import Copy, ScheduledBatch
 from nanovllm.features.embeddings.embeddings import EmbeddedRows
@@ -18,6 +19,7 @@ class StepOrder:
     layout: its entries have no sequence.
     draws: None if rank 0 samples.
     prompt, embedded: further rows of the report, without their sequences.
+    slots: slots of the rows' adapters; None for a step without adapters.
     """
 
     layout: BatchLayout
@@ -25,16 +27,22 @@ class StepOrder:
     draws: DrawInputs | None
     prompt: PromptRows | None
     embedded: EmbeddedRows | None
+    slots: Any
 
     @classmethod
     def from_step(
-        cls, batch: ScheduledBatch, layout: BatchLayout, draws: DrawInputs | None, report: StepLogprobs | None
+        cls,
+        batch: ScheduledBatch,
+        layout: BatchLayout,
+        draws: DrawInputs | None,
+        report: StepLogprobs | None,
+        slots: Any,
     ) -> StepOrder:
         prompt, embedded = (None, None) if report is None else (report.prompt, report.embedded)
         return cls(
             _without_sequences(layout), batch.copies, draws,
             None if prompt is None else replace(prompt, spans=[]),
-            None if embedded is None else embedded.without_sequences(),
+            None if embedded is None else embedded.without_sequences(), slots,
         )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from nanovllm.batch import Copy
 from nanovllm.errors import DeviceError
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.cache_pools import CachePools
+from nanovllm.features.ranks.rank_calls import answers_of, key_of
 from nanovllm.features.ranks.ranks import Ranks
 from nanovllm.features.ranks.workers import WorkerProcesses
 from nanovllm.features.tiers.books import StoredBlock
@@ -31,7 +32,6 @@ from nanovllm.features.tiers.segments import Place
 from nanovllm.features.tiers.tier_storage import TierStorage
 from nanovllm.model import ModelBinding
 
-POLL_SECONDS = 0.001
 ANSWER_SECONDS = 5.0  # most time until a rank answers at the end; a slower one is stuck in a step
 
 
@@ -112,16 +112,7 @@ class RankOrders:
 
     def _answers(self, number: int, seconds: float | None) -> list[bytes]:
         end = math.inf if seconds is None else time.monotonic() + seconds
-        found = []
-        for rank in range(1, self._ranks.size):
-            while not self._ranks.store.check([_key(number, rank)]):
-                self._workers.check()
-                if time.monotonic() > min(end, self._end):
-                    raise TimeoutError(f"rank {rank} gives no answer {number}")
-                time.sleep(POLL_SECONDS)
-            found.append(self._ranks.store.get(_key(number, rank)))
-            self._ranks.store.delete_key(_key(number, rank))
-        return found
+        return [*answers_of(self._workers, self._ranks, _key(number), lambda: min(end, self._end))]
 
 
 class RankTiers:
@@ -149,7 +140,7 @@ class RankTiers:
         self._memory.store(copies)
 
     def answer(self, number: int, answer: str = "") -> None:
-        self._ranks.store.set(_key(number, self._ranks.rank), answer)
+        self._ranks.store.set(key_of(_key(number), self._ranks.rank), answer)
 
     def tell_writer(self, number: int) -> None:
         if self._directory is not None:
@@ -228,5 +219,5 @@ class RankTiers:
         return is_right
 
 
-def _key(number: int, rank: int) -> str:
-    return f"tiers/{number}/{rank}"
+def _key(number: int) -> str:
+    return f"tiers {number}"

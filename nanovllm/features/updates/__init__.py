@@ -1,3 +1,3 @@
 """Updates: new weights for a model that serves, written into every copy that the engine keeps."""
 
-NEEDS = ("features.adapters", "features.refusals", "models")
+NEEDS = ("features.adapters", "models")

@@ -41,6 +41,11 @@ def places_of(binding: ModelBinding) -> dict[str, Place]:
 
     Raises ValueError for a model with quantised weights.
     """
+    places = _own_places(binding)
+    return places | _whole_places(places, getattr(binding.model, "rank_parts", {}))
+
+
+def _own_places(binding: ModelBinding) -> dict[str, Place]:
     model = binding.model
     fused = {linear: place for layer in binding.fused_layers for linear, place in layer.places().items()}
     persistent = model.state_dict(keep_vars=True).keys()
@@ -60,6 +65,20 @@ def places_of(binding: ModelBinding) -> dict[str, Place]:
         shape = _shape_of(module, own) if is_freed else tuple(tensor.shape)
         places[name] = Place(id(tensor), shape, tensor.dtype, None if is_freed else tensor, tuple(writers))
     return places
+
+
+def _whole_places(places: Mapping[str, Place], parts: Mapping[str, Any]) -> dict[str, Place]:
+    """Places of the whole weights that a rank has in part (`WeightPart`), under one of their names or several."""
+
+    def write_parts(names: Iterable[str], whole: Tensor) -> None:
+        write([(places[name], parts[name].cut(whole) if name in parts else whole) for name in names])
+
+    found: dict[str, Place] = {}
+    for part in parts.values():
+        first = places[part.names[0]]
+        place = Place(first.key, part.shape, first.dtype, None, (partial(write_parts, part.names),))
+        found |= dict.fromkeys(part.names, place)
+    return found
 
 
 def _check_plain(name: str, module: nn.Module) -> None:
@@ -129,7 +148,7 @@ def checked(places: Mapping[str, Place], weights: Iterable[tuple[str, Tensor]]) 
     return [(place, tensor) for _, place, tensor in found.values()]
 
 
-def write(values: Iterable[tuple[Place, Tensor]]) -> None:
+def write(values: Collection[tuple[Place, Tensor]]) -> None:
     """Write checked values into every copy, in place: launches and graphs read them by address."""
     with torch.no_grad():
         plain = [(place.tensor, tensor) for place, tensor in values if place.tensor is not None]

@@ -10,7 +10,7 @@ import ctypes
 import logging
 import mmap
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from nanovllm.device import DEVICE_LOCK, give_memory_back
 from nanovllm.engine import Engine
-from nanovllm.features.refusals import TENSOR_PARALLEL, refuse
 from nanovllm.features.updates.pausing import choose_step
 from nanovllm.model import AttributePatches
 
@@ -34,9 +33,9 @@ class AsleepError(RuntimeError):
 
 @dataclass(slots=True)
 class Sleep:
-    """Memory that a sleeping engine has given back.
+    """Memory that a rank of a sleeping engine has given back.
 
-    runners: the engine's runner, and its draft model's.
+    runners: the rank's runner, and the first one's draft model's.
     refused: patches that refuse calls.
     caches: storages of K, V and states without bytes, with their sizes.
     weights: storages without bytes, with their content on the host.
@@ -53,7 +52,6 @@ def sleep(engine: Any, level: int = 1) -> None:
     if not isinstance(engine, Engine):
         engine.change("sleep", level)
         return
-    _check(engine, "sleep")
     check_level(level)
     runner = engine.model_runner
     if level == 2 and _keeps_addresses(runner.device):
@@ -64,9 +62,8 @@ def sleep(engine: Any, level: int = 1) -> None:
     if asleep_of(engine) is None:
         with engine._changing():
             _fall_asleep(engine)
-    if level == 2 and not asleep_of(engine).weights:
-        _move_weights(asleep_of(engine))
-    give_memory_back(runner.device)
+    if level == 2:
+        on_all_ranks(runner, _move_weights)
     logger.info("the engine sleeps at level %d", level)
 
 
@@ -75,17 +72,15 @@ def wake(engine: Any) -> None:
     if not isinstance(engine, Engine):
         engine.change("wake")
         return
-    _check(engine, "wake")
     if (asleep := asleep_of(engine)) is None:
         return
     bring_weights(engine)
-    _take_bytes(asleep.caches)
-    for storage, _ in asleep.caches:  # zeros, as at start
-        _bytes_of(storage).zero_()
-    for runner in asleep.runners:
-        runner.binding.caches.memory.begin([caches for _, caches in runner.binding.caches._together])
-        if (renew := getattr(runner.paths, "memory_moved", None)) is not None:
-            renew(runner)
+    try:
+        on_all_ranks(engine.model_runner, _take_caches)
+    except torch.OutOfMemoryError:
+        on_all_ranks(engine.model_runner, _leave_caches)
+        raise
+    on_all_ranks(engine.model_runner, _wake)
     asleep.refused.undo()
     del vars(engine)["asleep"]
     logger.info("the engine is awake")
@@ -96,6 +91,34 @@ def check_level(level: int) -> None:
         raise ValueError(f"level is {level!r}; it must be 1, for the KV memory, or 2, for the weights too.")
 
 
+def on_all_ranks(runner: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call function(runner, *arguments) with the runner of each rank; returns the first one's result."""
+    together = getattr(runner, "together", None)
+    return function(runner, *arguments) if together is None else together(function, *arguments)
+
+
+def _take_caches(runner: Any) -> None:
+    _take_bytes(runner.asleep.caches)
+
+
+def _leave_caches(runner: Any) -> None:
+    for storage, _ in runner.asleep.caches:
+        storage.resize_(0)
+    give_memory_back(runner.device)
+
+
+def _wake(runner: Any) -> None:
+    """Prepare the model for steps, with the memory that it has again."""
+    asleep = runner.asleep
+    for storage, _ in asleep.caches:  # zeros, as at start
+        _bytes_of(storage).zero_()
+    for each in asleep.runners:
+        each.binding.caches.memory.begin([caches for _, caches in each.binding.caches._together])
+        if (renew := getattr(each.paths, "memory_moved", None)) is not None:
+            renew(each)
+    del runner.asleep
+
+
 def asleep_of(engine: Any) -> Any:
     """The `Sleep` of an engine, or the level of a pool; None while it is awake."""
     return getattr(engine, "asleep", None)
@@ -103,17 +126,16 @@ def asleep_of(engine: Any) -> Any:
 
 def bring_weights(engine: Any) -> None:
     """Bring weights back that level 2 has moved; the engine sleeps on at level 1. No-op for other engines."""
-    if (asleep := asleep_of(engine)) is None or not asleep.weights:
-        return
+    if asleep_of(engine) is not None:
+        on_all_ranks(engine.model_runner, _bring_weights)
+
+
+def _bring_weights(runner: Any) -> None:
+    asleep = runner.asleep
     _take_bytes([(storage, len(content)) for storage, content in asleep.weights])
     for storage, content in asleep.weights:
         _bytes_of(storage).copy_(content)
     asleep.weights = []
-
-
-def _check(engine: Any, call: str) -> None:
-    if engine.model_runner.binding.ranks is not None:
-        refuse(call, TENSOR_PARALLEL)
 
 
 def _fall_asleep(engine: Any) -> None:
@@ -126,11 +148,18 @@ def _fall_asleep(engine: Any) -> None:
     runners = [engine.model_runner]
     if (end_all := getattr(drafter, "end_all", None)) is not None:
         runners.append(end_all())
-    engine.asleep = asleep = Sleep(runners)
+    engine.asleep = engine.model_runner.asleep = asleep = Sleep(runners)
     refused = {"add": refuse_call, "step": refuse_call, "use_idle_time": lambda *, captures: False}
     asleep.refused.apply((vars(engine), name, call) for name, call in refused.items())
-    for runner in runners:
-        _free_caches(runner, asleep)
+    on_all_ranks(engine.model_runner, _free_all_caches)
+
+
+def _free_all_caches(runner: Any) -> None:
+    """Give the memory of a rank's caches back."""
+    runner.asleep = asleep = getattr(runner, "asleep", None) or Sleep([runner])
+    for each in asleep.runners:
+        _free_caches(each, asleep)
+    give_memory_back(runner.device)
 
 
 def _free_caches(runner: Any, asleep: Sleep) -> None:
@@ -163,16 +192,20 @@ def _give_pages_back(storage: Any) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
-def _move_weights(asleep: Sleep) -> None:
-    """Move parameters and buffers to the host, all or none."""
-    for runner in asleep.runners:
-        runner.binding.uninstall()
-    models = [runner.binding.model for runner in asleep.runners]
+def _move_weights(runner: Any) -> None:
+    """Move parameters and buffers of a rank to the host, all or none, if they are not there."""
+    asleep = runner.asleep
+    if asleep.weights:
+        return
+    for each in asleep.runners:
+        each.binding.uninstall()
+    models = [each.binding.model for each in asleep.runners]
     storages = _storages(part for model in models for part in (*model.parameters(), *model.buffers()))
     resizable = [storage for storage in storages if storage.resizable()]
     asleep.weights = [(storage, _bytes_of(storage).to("cpu", copy=True)) for storage in resizable]
     for storage, _ in asleep.weights:
         storage.resize_(0)
+    give_memory_back(runner.device)
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[Any]:
@@ -215,8 +248,8 @@ class Sleeping:
         raise RuntimeError, and so does a stream that the thread of this call reads. Prefixes are forgotten, those in
         host memory and files excepted. `update_weights` works and brings the weights back.
 
-        Raises ValueError for another level, level 2 with a loaded module on a GPU, and with tensor_parallel_size above
-        1.
+        Raises ValueError for another level, level 2 with a loaded module on a GPU, and with both data_parallel_size and
+        tensor_parallel_size above 1.
         """
         with self._interrupts(), self._turn() as engine:
             self._sleeper = threading.get_ident()

@@ -31,7 +31,7 @@ from nanovllm.features.adapters.loading import Adapter
 from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.engine_stats import EngineStats, ReplicaStatus
 from nanovllm.features.prompt_hashes import PromptHashes
-from nanovllm.features.refusals import REFUSALS, TENSOR_PARALLEL, refuse
+from nanovllm.features.refusals import RANKS_OF_REPLICAS, TENSOR_PARALLEL, refuse
 from nanovllm.features.updates.sleeping import refuse_call
 from nanovllm.observability.step_records import StepObservers, StepRecord
 from nanovllm.outputs import FinishReason, RequestOutput
@@ -359,11 +359,9 @@ class ReplicaPool:
 
         The replicas keep it while the returned object, its name or an unfinished request refers to it.
 
-        Raises ValueError for several ranks, and if a replica cannot load it.
+        Raises ValueError if a replica cannot load it.
         """
         self.check_alive()
-        if self.config.tensor_parallel_size > 1:
-            refuse("load_adapter", TENSOR_PARALLEL)
         with self._lock:
             adapter = self._adapters.load(name, path, self._wait_and_advance)
         self.input_processor.parts.adapters[name] = adapter
@@ -379,8 +377,8 @@ class ReplicaPool:
     def change(self, call: str, *arguments: Any, **options: Any) -> None:
         """Call a method of `PoolUpdates`, for every replica; other requests go on meanwhile."""
         self.check_alive()
-        if self.config.tensor_parallel_size > 1 and TENSOR_PARALLEL in REFUSALS.get(call, ()):
-            refuse(call, TENSOR_PARALLEL)
+        if self.config.tensor_parallel_size > 1 and call in ("update_weights", "sleep", "wake"):
+            refuse(call, TENSOR_PARALLEL, RANKS_OF_REPLICAS)
         with self._lock:
             getattr(self.updates, call)(*arguments, **options)
 

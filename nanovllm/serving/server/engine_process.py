@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.defaults import device_of
 from nanovllm.features.engine_config import EngineConfig
-from nanovllm.features.refusals import check_one_process
+from nanovllm.features.refusals import RANKS_OF_REPLICAS, TENSOR_PARALLEL, refuse
 from nanovllm.serving.async_llm import AsyncLLM
 
 
@@ -27,9 +27,9 @@ def front_door(
         engine_process: None for the default: on with one rank, on a GPU that no number names.
         updates_weights: True refuses options with which no weights are updated.
     """
-    if updates_weights:
-        check_one_process("update_weights", options)
     config = EngineConfig.from_options(**options)
+    if updates_weights and config.tensor_parallel_size > 1 and (config.data_parallel_size > 1 or engine_process):
+        refuse("update_weights", TENSOR_PARALLEL, RANKS_OF_REPLICAS)
     names_gpu = config.device.startswith("cuda:")
     if engine_process is None:
         engine_process = not names_gpu and config.tensor_parallel_size == 1 and device_of(config).type == "cuda"
