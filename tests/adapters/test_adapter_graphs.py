@@ -245,3 +245,4 @@ def test_rows_are_sorted_by_slot_with_chunks_after_padding():
     slots.fill(to, HostStep(layout, None, None, shape.num_decodes))
     assert to.adapter_starts.tolist() == [0, 2, 2, 3, 4, 4, 4, 4, 4]
     assert to.adapter_order[:4].tolist() == [4, 5, 6, 0]
+    assert to.adapter_slots[:7].tolist() == [3, -1, -1, -1, 0, 0, 2] and (to.adapter_slots[7:] == -1).all()

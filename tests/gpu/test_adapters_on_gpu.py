@@ -11,6 +11,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.fast.gpu.adapter_graphs import AdapterGraphs
 from nanovllm.fast.layers import adapted_layers
 from nanovllm.fast.layers.adapted_layers import Factors, RowsBySlot, num_starts, sort_rows
+from nanovllm.fast.layers.dense_layers import LEAST_ROWS
 from nanovllm.fast.layers.kernel_layers import KernelLayer
 from tests.support.adapter_files import ALL, KINDS, merged, save_adapter, save_kinds
 from tests.support.layer_kinds import own_answer
@@ -51,10 +52,9 @@ def kernels():
 
 def by_slot(slots, num_slots=5):
     """The rows of each slot together, on the GPU."""
-    order = np.zeros(len(slots), np.int32)
-    starts = np.zeros(num_starts(num_slots), np.int32)
-    sort_rows(slots.cpu().numpy(), np.arange(len(slots)), order, starts)
-    return RowsBySlot(*(torch.from_numpy(numbers).cuda() for numbers in (order, starts)))
+    found = RowsBySlot(*(np.zeros(size, np.int32) for size in (len(slots), num_starts(num_slots), len(slots))))
+    sort_rows(slots.cpu().numpy(), np.arange(len(slots)), found)
+    return RowsBySlot(*(torch.from_numpy(numbers).cuda() for numbers in found))
 
 
 def random_case(num_rows, size, spans, rank, dtype, *, num_slots=5, seed=0):
@@ -320,8 +320,13 @@ def test_tokens_cross_between_the_stack_and_steps_with_adapters(stacked, overlap
         check_engine(llm)
 
 
-def test_many_requests_of_bfloat16_have_greedy_tokens_of_their_adapters(stacked):
-    """Chunks, decodes of every number up to 40, prefix hits; layers by kernels with their skinny products."""
+def test_many_requests_of_bfloat16_have_greedy_tokens_of_their_adapters(stacked, monkeypatch):
+    """Chunks, decodes of every number up to 40, prefix hits; on Hopper, few rows in launches of dense layers."""
+    from nanovllm.fast.kernels.dense_layer import DenseLayers
+
+    launches = []
+    run = DenseLayers.run
+    monkeypatch.setattr(DenseLayers, "run", lambda *given: launches.append(given) or run(*given))
     _, _, references = stacked
     each = [(number, NAMES[(number + turn) % len(NAMES)]) for turn in range(4) for number in range(10)]
     with opened(stacked, "bfloat16") as llm:
@@ -332,6 +337,8 @@ def test_many_requests_of_bfloat16_have_greedy_tokens_of_their_adapters(stacked)
                 for prompt, name, tokens in zip(prompts, names, found, strict=True):
                     assert greedy_gap(references[name], prompt, tokens) < 0.5
             rest(llm)
+    rows = {len(given[3]) for given in launches if given[-1] is not None}
+    assert not launches or (min(rows) < LEAST_ROWS and max(rows) >= 40)
 
 
 def test_a_plain_request_has_its_tokens_while_others_with_adapters_come_and_go(saved, answers):

@@ -1,12 +1,14 @@
 """All between two layers' attention in one launch: equal to a reference, and for an engine as exact as its kernels."""
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.fast.kernels import dense_layer as kernels
 from nanovllm.fast.kernels import layer_stack
-from nanovllm.fast.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, why_not
+from nanovllm.fast.kernels.dense_layer import NUM_ROWS, DenseLayers, DenseSizes, StepAdapters, why_not
+from nanovllm.fast.layers.adapted_layers import Factors, RowsBySlot, num_starts, sort_rows
 from nanovllm.fast.layers.dense_layers import DenseLayer
 from nanovllm.fast.layers.stacked_layers import unstack_layers
 from tests.support.reference_dense import dense_layer, random_step, random_weights
@@ -40,9 +42,9 @@ def kernel_of(sizes, num_rows):
     return DenseLayers(sizes, torch.device("cuda"), size, **OPTIONS.get(sizes, LARGE_OPTIONS))
 
 
-def results(kernel, layer, step, index=0):
+def results(kernel, layer, step, index=0, adapters=None):
     """Hidden states, queries, K and V of the step's rows."""
-    states = kernel.run(index, layer, *step)
+    states = kernel.run(index, layer, *step, adapters)
     assert layer.keys is not None and layer.values is not None
     return [*states, *(cache[step.slots].flatten(1) for cache in (layer.keys, layer.values))]
 
@@ -141,6 +143,99 @@ def test_a_captured_launch_reads_the_step_that_is_there_when_it_is_replayed():
         graph.replay()
         own = [part.clone() for part in states]
         assert all(map(torch.equal, own, kernel.run(0, layer, *step)))
+
+
+# ----------------------------------------------------------------------------------------------------------- adapters
+
+DEPTHS = {0: "query", 1: "hidden", 2: "inner", 3: "hidden"}
+WEIGHTS = ("output", "gate_up", "down", "qkv")
+
+
+def random_adapters(sizes, num_rows, rank, num_slots, *, without=()):
+    """Adapters of a step's rows: any slot or none each."""
+    inner, query, kv = sizes.inner, sizes.query, (sizes.qkv - sizes.query) // 2
+    spans = [
+        ((0, sizes.hidden),), ((0, inner), (inner, 2 * inner)), ((0, sizes.hidden),),
+        ((0, query), (query, query + kv), (query + kv, sizes.qkv)),
+    ]  # fmt: skip
+
+    def draw(*sides):
+        return (torch.randn(sides, device="cuda") * sides[-1] ** -0.5).bfloat16()
+
+    factors = [
+        Factors(draw(num_slots, len(parts), rank, getattr(sizes, DEPTHS[at])),
+                0.5 * draw(num_slots, parts[-1][1], rank).mT.contiguous(), parts)
+        for at, parts in enumerate(spans)
+    ]  # fmt: skip
+    slots = np.random.default_rng(num_rows).integers(-1, num_slots, num_rows).astype(np.int32)
+    return StepAdapters([None if at in without else each for at, each in enumerate(factors)], rows_of(slots, num_slots))
+
+
+def rows_of(slots, num_slots):
+    rows = RowsBySlot(*(np.zeros(size, np.int32) for size in (len(slots), num_starts(num_slots), len(slots))))
+    sort_rows(slots, np.arange(len(slots)), rows)
+    return RowsBySlot(*(torch.from_numpy(part).cuda() for part in rows))
+
+
+def with_slot(layer, adapters, slot):
+    """The layer's weights with the products of a slot's factors added."""
+    changed = {}
+    for name, factors in zip(WEIGHTS, adapters.factors, strict=True):
+        if factors is not None:
+            changed[name] = getattr(layer, name).float()
+            for part, (begin, end) in enumerate(factors.spans):
+                changed[name][begin:end] += factors.up[slot, :, begin:end].float().T @ factors.down[slot, part].float()
+    return layer._replace(**changed)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 40, 64, 128])
+@pytest.mark.parametrize(
+    "sizes, rank, num_slots, without",
+    [(QWEN3, 16, 8, ()), (QWEN3, 48, 3, (1,)), (LLAMA, 16, 40, (0, 3)), (QWEN2, 64, 2, (2,)), (TINY, 32, 1, ())],
+    ids=str,
+)
+def test_rows_have_the_products_of_their_adapters(sizes, rank, num_slots, without, num_rows):
+    torch.manual_seed(num_rows)
+    layer, step = random_weights(sizes, 2 * num_rows, "cuda", **OPTIONS[sizes]), random_step(sizes, num_rows, "cuda")
+    adapters, kernel = random_adapters(sizes, num_rows, rank, num_slots, without=without), kernel_of(sizes, num_rows)
+    plain, first = results(kernel, layer, step), results(kernel, layer, step, adapters=adapters)
+    for slot in range(-1, num_slots):
+        rows = (adapters.rows.slots == slot).nonzero()[:, 0]
+        if len(rows) and slot < 0:  # the bits of a step without adapters
+            assert all(torch.equal(own[rows], right[rows]) for own, right in zip(first, plain, strict=True))
+        elif len(rows):
+            expected = dense_layer(sizes, with_slot(layer, adapters, slot), *step.rows(rows)[:3])
+            for own, right in zip(first, expected, strict=True):
+                assert distance(own[rows], right) < 0.015
+    for _ in range(50):
+        assert all(map(torch.equal, first, results(kernel, layer, step, adapters=adapters)))
+    assert all(map(torch.equal, plain, results(kernel, layer, step)))
+
+
+@pytest.mark.parametrize("num_rows", [3, 64])
+def test_rows_of_a_large_layer_have_the_products_of_their_adapters(num_rows):
+    torch.manual_seed(num_rows)
+    layer = random_weights(UNEVEN, 2 * num_rows, "cuda", **LARGE_OPTIONS)
+    step, adapters = random_step(UNEVEN, num_rows, "cuda"), random_adapters(UNEVEN, num_rows, 16, 3)
+    own = results(kernel_of(UNEVEN, num_rows), layer, step, adapters=adapters)
+    for row, slot in enumerate(adapters.rows.slots.tolist()):
+        weights = layer if slot < 0 else with_slot(layer, adapters, slot)
+        expected = dense_layer(UNEVEN, weights, *step.rows([row])[:3])
+        assert all(distance(part[row : row + 1], right) < 0.015 for part, right in zip(own, expected, strict=True))
+
+
+def test_a_row_with_an_adapter_has_the_same_bits_beside_any_others():
+    torch.manual_seed(0)
+    layer, step = random_weights(QWEN3, 256, "cuda", **OPTIONS[QWEN3]), random_step(QWEN3, 128, "cuda")
+    adapters, kernel = random_adapters(QWEN3, 128, 32, 6), kernel_of(QWEN3, 128)
+    together = results(kernel, layer, step, adapters=adapters)
+    step.attended[90:91] = float("nan")
+    for first, last in ((0, 65), (30, 100), (63, 128), (120, 128)):
+        few = adapters._replace(rows=rows_of(adapters.rows.slots[first:last].cpu().numpy(), 6))
+        alone = results(kernel, layer, step.rows(slice(first, last)), adapters=few)
+        kept = torch.arange(first, last) != 90
+        for own, whole in zip(alone, together, strict=True):
+            assert torch.equal(own[kept], whole[first:last][kept])
 
 
 # ------------------------------------------------------------------------------------------------------------ engines

@@ -86,7 +86,8 @@ class ReferenceDense:
         self._sizes, self._num_rows, self._options = sizes, num_rows, options
         self.compiled.append(num_rows)
 
-    def run(self, index, layer, attended, residual, turns, slots):
+    def run(self, index, layer, attended, residual, turns, slots, adapters):
+        assert adapters is None
         assert len(attended) <= self._num_rows
         assert self._options == {"has_norms": layer.q_norm is not None, "has_bias": layer.bias is not None} or (
             layer.qkv is None

@@ -45,13 +45,18 @@ class SlotInputs(StepFeature):
         self.inputs = (
             StepInput("adapter_order", np.int32, ("rows",)),
             StepInput("adapter_starts", np.int32, (num_starts(num_slots),)),
+            StepInput("adapter_slots", np.int32, ("rows",)),
         )
 
     def fill(self, to: Any, step: HostStep) -> None:
         rows = np.arange(len(self.slots))
         real = step.layout.num_decodes
         rows[real:] += step.num_decodes - real  # chunks come after the padding of decodes
-        sort_rows(self.slots, rows, to.adapter_order, to.adapter_starts)
+        sort_rows(self.slots, rows, _rows_in(to))
+
+
+def _rows_in(inputs: Any) -> RowsBySlot:
+    return RowsBySlot(inputs.adapter_order, inputs.adapter_starts, inputs.adapter_slots)
 
 
 class AdapterGraphs:
@@ -134,11 +139,11 @@ class AdapterGraphs:
     def _compute(self, run: Callable[..., Any], shape: GraphShape, *rest: Any) -> Any:
         """Run a forward pass of the packed step with the products of its rows' adapters."""
         inputs = self._packing(shape).views(self._executor._inputs)
-        self._factors.rows = RowsBySlot(inputs.adapter_order, inputs.adapter_starts)
+        self._factors.rows = _rows_in(inputs)
         binding = self._binding
         binding.uninstall()  # the modules' own calls, to which the changes add
         changes = {
-            "calls": adapted_calls(self._calls, binding.layer_modules),
+            "calls": adapted_calls(self._calls, binding.layer_modules, self._factors),
             "rotary_changes": binding.rotary_changes + self._factors.changes(),
         }
         try:

@@ -34,6 +34,7 @@ _STEP = 2 * _PANEL
 _MOST_COLUMNS = 128  # rows of the batch in one product
 _WEIGHT_BYTES = 2 * 64 * _PANEL * 2  # bytes of a slot for weights
 _MAX_SPLITS = 8  # MEETING_ROUND of the source
+_MAX_SLICES = 16  # most SLICES of the source
 _MOST_BLOCKS = 256
 _MOST_INPUT_BYTES = 112 * 1024  # most bytes of all slots for inputs
 _ALIGNMENT = 1024  # bytes of shared memory
@@ -91,6 +92,17 @@ class DenseWeights(NamedTuple):
     epsilons: tuple[float, float, float, float]
 
 
+class StepAdapters(NamedTuple):
+    """Adapters of a step's rows, of the classes in `adapted_layers.py`.
+
+    factors: `Factors` of the output, gate and up, down, and next q k v products; None for one that no adapter changes.
+    rows: `RowsBySlot`.
+    """
+
+    factors: Sequence[Any]
+    rows: Any
+
+
 class _TensorMap(ctypes.Structure):
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
 
@@ -103,6 +115,10 @@ _POINTERS = (
 )  # fmt: skip
 
 
+class _LowRankStruct(ctypes.Structure):
+    _fields_ = [("down", c_void_p), ("up", c_void_p), ("rank", c_int)]
+
+
 class _LayerStruct(ctypes.Structure):
     _fields_ = [
         *((name, _TensorMap) for name in _MAPS),
@@ -110,7 +126,10 @@ class _LayerStruct(ctypes.Structure):
         ("epsilons", c_float * 4),
         ("num_rows", c_int),
         ("has_next", c_int),
-        ("padding", c_int * 14),  # rounds the size up to the alignment of the maps, as in C++
+        ("low_rank", _LowRankStruct * 4),
+        *((name, c_void_p) for name in ("attended_rows", "row_slots", "order", "starts", "shrunk")),
+        ("num_slots", c_int),
+        ("padding", c_int * 11),  # rounds the size up to the alignment of the maps, as in C++
     ]
 
 
@@ -209,8 +228,9 @@ class DenseLayers:
         parts = max(plan.output_splits, plan.down_splits)
         sums = num_rows * max(hidden * parts, sizes.qkv * plan.qkv_splits)
         with torch.inference_mode(False), torch.cuda.device(device):
-            self._function = nvrtc.CudaFunction(
-                code, "dense_layer", num_threads=_THREADS, shared_bytes=plan.shared_bytes(num_rows)
+            self._function, self._adapted = (
+                nvrtc.CudaFunction(code, name, num_threads=_THREADS, shared_bytes=plan.shared_bytes(num_rows))
+                for name in ("dense_layer", "adapted_dense_layer")
             )
             self._rows = {
                 "middle_rows": space(num_rows, hidden),
@@ -220,7 +240,7 @@ class DenseLayers:
                 "partial": space(sums, dtype=torch.float32),
                 "middle_squares": space(hidden // 64, num_rows, dtype=torch.float32),
                 "next_squares": space(hidden // 64, num_rows, dtype=torch.float32),
-                "passed": space(4, dtype=torch.int32),
+                "passed": space(8, dtype=torch.int32),
                 "exchanged": space((2 * hidden // 64 + sizes.qkv // 128) * num_rows, dtype=torch.int32),
             }
 
@@ -255,6 +275,7 @@ class DenseLayers:
         residual: Tensor,
         turns: tuple[Tensor, Tensor],
         slots: Tensor,
+        adapters: StepAdapters | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output of layer `index` [rows, hidden], and the next layer's queries [rows, query].
 
@@ -278,14 +299,33 @@ class DenseLayers:
         }  # fmt: skip
         for name, tensor in given.items():
             setattr(struct, name, tensor.data_ptr())
+        # Space that has to live until the launch.
+        shrunk = None if adapters is None else self._add_adapters(struct, adapters, attended)
         with torch.cuda.device(self._device):
             # Blocks of an early launch start one by one, and meet all the same: kernels of one priority start in turn,
             # so none takes a multiprocessor from blocks still to come. Cooperative launches wait for the kernel before;
             # the first one is, since the driver refuses it if the blocks do not fit at once.
             is_early = self._starts_early and self._has_run and torch.cuda.current_stream().priority == 0
-            (self._function.launch_early if is_early else self._function.launch_at_once)(self._num_blocks, struct)
+            function = self._function if adapters is None else self._adapted
+            (function.launch_early if is_early else function.launch_at_once)(self._num_blocks, struct)
         self._has_run = True
+        del shrunk
         return output, query
+
+    def _add_adapters(self, struct: _LayerStruct, adapters: StepAdapters, attended: Tensor) -> Tensor:
+        """Describe adapters to the kernel; returns space that it uses."""
+        found = [factors for factors in adapters.factors if factors is not None]
+        width = max((factors.down.shape[1] * factors.down.shape[2] for factors in found), default=0)
+        space = attended.new_empty(_MAX_SLICES, self.num_rows, width, dtype=torch.float32)
+        for own, factors in zip(struct.low_rank, adapters.factors, strict=True):
+            if factors is not None:
+                own.down, own.up, own.rank = factors.down.data_ptr(), factors.up.data_ptr(), factors.up.shape[1]
+                struct.num_slots = len(factors.up)
+        order, starts, row_slots = adapters.rows
+        given = {"attended_rows": attended, "row_slots": row_slots, "order": order, "starts": starts, "shrunk": space}
+        for name, tensor in given.items():
+            setattr(struct, name, tensor.data_ptr())
+        return space
 
 
 def _map(tensor: Tensor, num_rows: int) -> _TensorMap:

@@ -119,7 +119,7 @@ def add_low_rank(product: Tensor, states: Tensor, factors: Any, slots: Any) -> T
     Raises ValueError for another number of rows.
     """
     down, up, spans = factors
-    order, starts = slots
+    order, starts, _ = slots
     _, parts, rank, size = down.shape
     rows, output, width = states.reshape(-1, size), product.contiguous(), parts * rank
     if rows.stride(1) != 1:

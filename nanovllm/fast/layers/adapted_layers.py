@@ -1,8 +1,8 @@
 """Linear layers with low-rank products of adapters: each row of a step has the slot of its adapter, or none.
 
 Layers that share an input share a product (`merged_linears.py`), and so do their factors. Decoder layers run by kernels
-where they do without adapters, but neither as a stack nor in the launches of dense or packed layers; others run
-uncompiled.
+and in the launches of dense layers where they do without adapters, but neither as a stack nor in the launches of packed
+layers; others run uncompiled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nanovllm.device import find_kernel, to_device
+from nanovllm.fast.layers.dense_layers import DenseLayer, with_adapters
 from nanovllm.fast.layers.kernel_layers import KernelLayer
 from nanovllm.fast.layers.merged_linears import FirstPart, MergedPart
 from nanovllm.model import Change
@@ -46,10 +47,12 @@ class RowsBySlot(NamedTuple):
 
     order: [num_rows] int32, rows of slot 0, of slot 1 and so on; the rest may be anything.
     starts: [a power of 2, at least the number of slots, + 1] int32, the first place of each slot, and the last's end.
+    slots: [num_rows] int32, the slot of each row, -1 for none.
     """
 
     order: Tensor
     starts: Tensor
+    slots: Tensor
 
 
 def num_starts(num_slots: int) -> int:
@@ -57,8 +60,11 @@ def num_starts(num_slots: int) -> int:
     return 1 + (1 << (num_slots - 1).bit_length())
 
 
-def sort_rows(slots: NDArray[np.int32], rows: NDArray[np.int64], order: Any, starts: Any) -> None:
-    """Fill the arrays of `RowsBySlot` with the slots [n] of rows [n]; -1 for a row without an adapter."""
+def sort_rows(slots: NDArray[np.int32], rows: NDArray[np.int64], to: RowsBySlot) -> None:
+    """Fill the arrays of `to` with the slots [n] of rows [n]; -1 for a row without an adapter."""
+    order, starts, of_rows = cast(Any, to)
+    of_rows[:] = -1
+    of_rows[rows] = slots
     by_slot = np.argsort(slots, kind="stable")
     counts = np.bincount(slots + 1, minlength=len(starts))[: len(starts)]
     starts[:] = np.cumsum(counts) - counts[0]
@@ -157,7 +163,7 @@ class FactorSlots:
         """Compile and load the kernels, which a capture must not do; no row has a slot."""
         for num_rows in self._compiled_rows:
             numbers = factors.up.new_zeros(num_rows + num_starts(self._max_loras), dtype=torch.int32)
-            slots = RowsBySlot(numbers[:num_rows], numbers[num_rows:])
+            slots = RowsBySlot(numbers[:num_rows], numbers[num_rows:], numbers[:num_rows] - 1)
             product, states = (
                 factors.up.new_zeros(num_rows, size) for size in (factors.up.shape[2], factors.down.shape[3])
             )
@@ -177,7 +183,9 @@ def add_low_rank(product: Tensor, states: Tensor, factors: Factors, slots: RowsB
     return product
 
 
-def adapted_calls(calls: Mapping[nn.Module, Any], layers: Sequence[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
+def adapted_calls(
+    calls: Mapping[nn.Module, Any], layers: Sequence[nn.Module], factors: FactorSlots
+) -> dict[nn.Module, Callable[..., Any]]:
     """Replacements of modules' calls in steps with adapters, from those in steps without.
 
     Args:
@@ -185,6 +193,9 @@ def adapted_calls(calls: Mapping[nn.Module, Any], layers: Sequence[nn.Module]) -
         layers: decoder layers; one that does not run by kernels runs uncompiled, since compiled code sees no change.
     """
     within = set(layers)
+    of_layers: list[Any] = [calls.get(module) for module in layers]
+    if all(isinstance(call, DenseLayer) for call in of_layers):
+        return {**calls, **dict(zip(layers, with_adapters(of_layers, factors), strict=True))}
     return {
         module: _by_kernels(call) if isinstance(call, KernelLayer) else call
         for module, call in calls.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,7 +69,12 @@ class DenseLayer(KernelLayer):
     Args:
         plain: the layer without.
         following: the next layer; None for the last one.
+
+    Attributes:
+        adapters: `FactorSlots` of a layer in steps with adapters.
     """
+
+    adapters: Any = None
 
     def __init__(self, plain: KernelLayer, index: int, following: DenseLayer | None, step: _Step) -> None:
         super().__init__(*plain.parts)
@@ -108,7 +114,7 @@ class DenseLayer(KernelLayer):
         angles = tuple(part[0] for part in turns)
         slots = kwargs[STEP_SLOT_MAPPING]
         attended = attended[0].flatten(1)
-        output, query = kernel.run(self._index, self._weights(), attended, rows, angles, slots)
+        output, query = kernel.run(self._index, self._weights(), attended, rows, angles, slots, self._step_adapters())
         return output[None], query
 
     def normed(self, hidden_states: Tensor) -> Tensor:
@@ -124,6 +130,14 @@ class DenseLayer(KernelLayer):
     def cache(self) -> Any:
         return getattr(self._attention.attention, LAYER_CACHE)
 
+    def _step_adapters(self) -> Any:
+        if self.adapters is None:
+            return None
+        following = self._following
+        products = self._attention.output, self._gate, self._down, following and following._attention.qkv
+        make: Any = find_kernel("dense_layer", "StepAdapters")
+        return make([self.adapters.of_products.get(product) for product in products], self.adapters.rows)
+
     def _weights(self) -> Any:
         """The kernel's tensors, where they are now."""
         make: Any = find_kernel("dense_layer", "DenseWeights")
@@ -136,6 +150,24 @@ class DenseLayer(KernelLayer):
         cache = getattr(fused.attention, LAYER_CACHE)
         parts = fused.qkv.all_weights, norm.weight, *norms, fused.qkv.all_biases, cache[0], cache[1]
         return make(*own, *parts, (epsilon, next_epsilon, fused.epsilon, fused.epsilon))
+
+
+def with_adapters(layers: Sequence[DenseLayer], adapters: Any) -> list[DenseLayer]:
+    """Layers for steps with adapters, which no stack serves.
+
+    Args:
+        layers: those of other steps.
+        adapters: `FactorSlots`.
+    """
+    step = _Step(1)
+    step.kernels = layers[0]._step.kernels
+    found: list[DenseLayer] = []
+    for layer in reversed(layers):
+        own = copy(layer)
+        own.is_first = True  # adapters change layers differently, so no layer is like the first in a trial
+        own.adapters, own._step, own._following = adapters, step, found[0] if found else None
+        found.insert(0, own)
+    return found
 
 
 class DenseLayers:

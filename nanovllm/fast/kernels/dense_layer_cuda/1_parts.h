@@ -13,9 +13,12 @@ constexpr int MEETING_ROUND = 8;                                              //
 constexpr int CONSUMERS = 256, HELPERS = 64, THREADS = 128 + CONSUMERS;
 
 // A product of weights [FEATURES, DEPTH] and the batch. An item is BLOCKS * 64 features, COLUMNS rows, a split of the depth.
-template <int FEATURES, int DEPTH, int BLOCKS_, int SPLITS_>
+template <int FEATURES_, int DEPTH_, int BLOCKS_, int SPLITS_, int PARTS_>
 struct Product {
-    static constexpr int BLOCKS = BLOCKS_, SPLITS = SPLITS_, WIDTH = 64 * BLOCKS, STEPS = DEPTH / STEP;
+    static constexpr int FEATURES = FEATURES_, DEPTH = DEPTH_, BLOCKS = BLOCKS_, SPLITS = SPLITS_, WIDTH = 64 * BLOCKS;
+    static constexpr int STEPS = DEPTH / STEP;
+    static constexpr int PARTS = PARTS_;                            // linear layers, each with factors of its own
+    static constexpr int SLICES = at_most(at_least(STEPS / 2, 1), 16);  // of the depth, in products with `down`
     static constexpr int ITEMS = FEATURES / WIDTH * ROW_TILES * SPLITS;
     // Two warpgroups share an item: half of its columns each, or 64 features.
     static constexpr int OWN_COLUMNS = BLOCKS == 1 ? COLUMNS / 2 : COLUMNS, SUMS = OWN_COLUMNS / 2;
@@ -24,11 +27,17 @@ struct Product {
     static_assert(DEPTH % STEP == 0 && FEATURES % WIDTH == 0 && SPLITS <= MEETING_ROUND, "sizes");
     static_assert(ROW_TILES == 1 || COLUMNS % SPLITS == 0, "rows");
 };
-typedef Product<HIDDEN, QUERY, 1, O_SPLITS> Output;
-typedef Product<2 * INNER, HIDDEN, GATE_BLOCKS, 1> Gate;
-typedef Product<HIDDEN, INNER, 1, DOWN_SPLITS> Down;
-typedef Product<QKV, HIDDEN, 2, QKV_SPLITS> Next;
+typedef Product<HIDDEN, QUERY, 1, O_SPLITS, 1> Output;
+typedef Product<2 * INNER, HIDDEN, GATE_BLOCKS, 1, 2> Gate;
+typedef Product<HIDDEN, INNER, 1, DOWN_SPLITS, 1> Down;
+typedef Product<QKV, HIDDEN, 2, QKV_SPLITS, 3> Next;
 constexpr int HIDDEN_TILES = HIDDEN / 64, NUM_TILES = HIDDEN_TILES * ROW_TILES, NEXT_TILES = QKV / 128 * ROW_TILES;
+
+// Factors of a product's adapters by slot, see `Factors` in adapted_layers.py; down is null if no adapter has any.
+struct LowRank {
+    const bf16 *down, *up;  // [slots, PARTS, rank, DEPTH], [slots, rank, FEATURES]
+    int rank;               // a multiple of 16
+};
 
 struct Layer {
     TensorMap attended, output_weight, middle, gate_weight, inner, down_weight, next, next_weight;
@@ -37,10 +46,15 @@ struct Layer {
     bf16 *middle_rows, *middle_scaled, *inner_rows, *next_rows, *next_scaled;  // [ROWS, ...]; scaled: by the norm's weight
     bf16 *query, *keys, *values;
     float *partial, *middle_squares, *next_squares;  // squares: [HIDDEN / 64, ROWS]
-    u32* passed;     // [4], arrivals at the barrier before each product, of all launches
+    u32* passed;     // [8], arrivals of all launches: at the barrier before each product, with products by `down`
     u32* exchanged;  // [2 * NUM_TILES + NEXT_TILES], arrivals of a tile's splits: output, down, next
     float middle_epsilon, next_epsilon, q_epsilon, k_epsilon;
     int num_rows, has_next;
+    LowRank low_rank[4];  // of each product
+    const bf16* attended_rows;              // read by rows
+    const int *row_slots, *order, *starts;  // see `RowsBySlot`
+    float* shrunk;                          // [SLICES, ROWS, PARTS * rank], of the running product
+    int num_slots;
 };
 
 DEVICE u32 load_pair(const bf16* from) { return *reinterpret_cast<const u32*>(from); }
@@ -55,6 +69,7 @@ DEVICE float sum_lanes(float value, int lanes) {
 
 // ------------------------------------------------------------------------------------------------------ barriers
 
+DEVICE void sync_helpers() { asm volatile("bar.sync 6, %0;" ::"n"(HELPERS) : "memory"); }
 DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
 // The next kernel may begin where blocks of this one end, as far as `await_previous`, if it is launched so.
 DEVICE void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -8,7 +8,7 @@
 //
 //     warp 0              fetches weights, as far ahead as there are slots, since they depend on no barrier
 //     warp 1              fetches inputs, after the barrier
-//     warps 2 and 3       compute the norms' factors
+//     warps 2 and 3       compute the norms' factors, and the rows' products with their adapters' `down` factors
 //     warpgroups 1 and 2  multiply; blocks that share a tile by splits of its depth exchange sums, and complete rows each
 
 struct Item {
@@ -84,10 +84,10 @@ DEVICE void fetch_inputs(const Memory& memory, const TensorMap* map, Place<INPUT
 }
 
 // The inputs of a product whose rows other blocks write, after the grid's barrier.
-template <class P>
+template <class P, bool ADAPTS>
 DEVICE void fetch_inputs_after(int product, u32 begin, const Layer& layer, const Memory& memory, const TensorMap* map,
                                Place<INPUT_SLOTS>& place) {
-    if (blockIdx.x >= P::ITEMS) return;
+    if (blockIdx.x >= P::ITEMS && !(ADAPTS && layer.low_rank[product].down)) return;
     await(layer.passed + product, begin, begin, GRID_ROUND);
     barrier_arrive(memory.passed + 8 * product);
     fence_copies();
@@ -95,19 +95,23 @@ DEVICE void fetch_inputs_after(int product, u32 begin, const Layer& layer, const
 }
 
 // The factors of a norm, by two warps.
-DEVICE void compute_scales(float* scales, const float* squares, float epsilon, u32 passed, int bar) {
-    barrier_wait(passed, 0);
+DEVICE void compute_scales(float* scales, const float* squares, float epsilon) {
     for (int row = threadIdx.x % HELPERS; row < ROWS; row += HELPERS) {
         float sum = 0.f;
 #pragma unroll 16
         for (int tile = 0; tile < HIDDEN_TILES; ++tile) sum += __ldcg(squares + tile * ROWS + row);
         scales[row] = rsqrtf(sum / HIDDEN + epsilon);
     }
-    __syncwarp();
-    asm volatile("bar.arrive %0, %1;" ::"r"(bar), "n"(CONSUMERS + HELPERS) : "memory");
 }
 
-DEVICE void await_scales(int bar) { asm volatile("bar.sync %0, %1;" ::"r"(bar), "n"(CONSUMERS + HELPERS) : "memory"); }
+// Of the helpers, whose warps arrive for a product.
+DEVICE void await_helpers(int product) {
+    asm volatile("bar.sync %0, %1;" ::"r"(2 + product), "n"(CONSUMERS + HELPERS) : "memory");
+}
+DEVICE void arrive_as_helper(int product) {
+    __syncwarp();
+    asm volatile("bar.arrive %0, %1;" ::"r"(2 + product), "n"(CONSUMERS + HELPERS) : "memory");
+}
 
 // ----------------------------------------------------------------------------------------------------- multiplying
 

@@ -16,6 +16,12 @@ struct Rows {
     DEVICE int column(int at) const { return min(item.split * P::SHARE + min(place(at), P::SHARE - 1), COLUMNS - 1); }
     DEVICE int row(int at) const { return min(item.row + column(at), num_rows - 1); }
 
+    // Slots of the rows' adapters, -1 for none.
+    DEVICE void load_slots(bool is_adapted, const Layer& layer, int (&slots)[COUNT]) const {
+#pragma unroll
+        for (int at = 0; at < COUNT; ++at) slots[at] = is_adapted ? layer.row_slots[row(at)] : -1;
+    }
+
     DEVICE void load(const float* tile, int first, int second, float2 (&parts)[COUNT][P::SPLITS][P::BLOCKS]) const {
 #pragma unroll
         for (int at = 0; at < COUNT; ++at)
@@ -37,32 +43,43 @@ DEVICE float2 sum_splits(const float2 (&parts)[SPLITS][BLOCKS], int of) {
 }
 
 // The residual sum after a product, its squares, and its product with a norm's weight (none after the last layer).
-template <class P>
+template <class P, int PRODUCT>
 DEVICE void add_rows(const Layer& layer, const Memory& memory, Places& places, u32* counters, const bf16* residual,
-                     const bf16* weight, bf16* rows, bf16* scaled, float* squares) {
+                     const bf16* weight, bf16* rows, bf16* scaled, float* squares, bool is_adapted) {
     typedef Rows<P> Batch;
+    const LowRank& low_rank = layer.low_rank[PRODUCT];
+    is_adapted &= low_rank.down != nullptr;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int number = blockIdx.x; number < P::ITEMS; number += gridDim.x) {
         const Item item = Item::of(number, P());
         const int feature = item.tile * 64 + 2 * lane;
         const u32 factors = weight ? load_pair(weight + feature) : 0;
+        int adapters[Batch::COUNT];
+        Batch{item, layer.num_rows, 0}.load_slots(is_adapted, layer, adapters);
         float sums[P::SUMS];
         multiply_item<P>(sums, item, memory, places);
         const float* tile = exchange<P>(sums, item, layer.partial, counters);
+        if (is_adapted && number == blockIdx.x) await_helpers(PRODUCT);
 #pragma unroll 1
         for (int from = 0; from < P::SHARE; from += Batch::COUNT * Batch::STRIDE) {
             const Batch own{item, layer.num_rows, from};
             float2 parts[Batch::COUNT][P::SPLITS][1];
             u32 before[Batch::COUNT];
+            float2 totals[Batch::COUNT][1];
+            int places[Batch::COUNT];
+            if (from) own.load_slots(is_adapted, layer, adapters);
             own.load(tile, 2 * lane, 0, parts);
 #pragma unroll
             for (int i = 0; i < Batch::COUNT; ++i)
                 before[i] = load_fresh(residual + own.row(i) * HIDDEN + feature);
 #pragma unroll
+            for (int i = 0; i < Batch::COUNT; ++i) places[i] = own.row(i), totals[i][0] = sum_splits(parts[i], 0);
+            if (is_adapted) expand<P>(totals, layer, low_rank, adapters, places, 0, feature);
+#pragma unroll
             for (int i = 0; i < Batch::COUNT; ++i) {
                 const int row = own.row(i);
-                const float2 total = sum_splits(parts[i], 0);
+                const float2 total = totals[i][0];
                 const float first = rounded(rounded(total.x) + low(before[i]));
                 const float second = rounded(rounded(total.y) + high(before[i]));
                 const float square = sum_lanes(first * first + second * second, 32);
@@ -82,17 +99,23 @@ DEVICE u32 gated(u32 gates, u32 ups) {
     return narrow2(silu(low(gates)) * low(ups), silu(high(gates)) * high(ups));
 }
 
-DEVICE void gate_rows(const Layer& layer, const Memory& memory, Places& places) {
+DEVICE void gate_rows(const Layer& layer, const Memory& memory, Places& places, bool is_adapted) {
     typedef Gate P;
+    const LowRank& low_rank = layer.low_rank[1];
+    is_adapted &= low_rank.down != nullptr;
     const int thread = threadIdx.x - 128, lane = thread % 32, half = thread / 128;
 #pragma unroll 1
     for (int number = blockIdx.x; number < P::ITEMS; number += gridDim.x) {
         const Item item = Item::of(number, P());
-        float sums[P::SUMS];
-        multiply_item<P>(sums, item, memory, places);
-        if (number == blockIdx.x) await_scales(2);
         const int first = item.row + (P::BLOCKS == 1 ? half * P::OWN_COLUMNS : 0);
         const int block = item.tile * P::BLOCKS + (P::BLOCKS == 2 ? half : 0);
+        const int own_feature = block * 32 + thread / 32 % 4 * 8 + lane / 4;  // of `sums`
+        float sums[P::SUMS];
+        GateFactors factors;
+        multiply_item<P>(sums, item, memory, places);
+        if (is_adapted) factors.begin(layer, low_rank, first, own_feature);
+        if (number == blockIdx.x) await_helpers(1);
+        if (is_adapted) factors.add(sums, layer, low_rank, first, own_feature);
         const int feature = block * 32 + thread / 32 % 4 * 8 + 2 * (lane % 4);
 #pragma unroll
         for (int j = 0; j < P::OWN_COLUMNS / 8; ++j) {
@@ -130,10 +153,12 @@ DEVICE void rotate(float (&values)[4], const Four& weights, float epsilon, const
     }
 }
 
-DEVICE void store_heads(const Layer& layer, const Memory& memory, Places& places, u32* counters) {
+DEVICE void store_heads(const Layer& layer, const Memory& memory, Places& places, u32* counters, bool is_adapted) {
     typedef Next P;
     typedef Rows<P> Batch;
     constexpr int LANES = HEAD_DIM / 4;
+    const LowRank& low_rank = layer.low_rank[3];
+    is_adapted &= low_rank.down != nullptr;
     const int lane = threadIdx.x % 32, dim = 2 * (lane % LANES), own_feature = lane / LANES * HEAD_DIM + dim;
 #pragma unroll 1
     for (int number = blockIdx.x; number < P::ITEMS; number += gridDim.x) {
@@ -143,31 +168,37 @@ DEVICE void store_heads(const Layer& layer, const Memory& memory, Places& places
         Four weights = {}, biases = {};
         if (HAS_NORMS) weights.load((is_query ? layer.q_norm : layer.k_norm) + dim);
         if (HAS_BIAS) biases.load(layer.bias + feature);
+        int adapters[Batch::COUNT];
+        Batch{item, layer.num_rows, 0}.load_slots(is_adapted, layer, adapters);
         float sums[P::SUMS];
         multiply_item<P>(sums, item, memory, places);
-        if (number == blockIdx.x) await_scales(3);
         const float* tile = exchange<P>(sums, item, layer.partial, counters);
+        if (number == blockIdx.x) await_helpers(3);
 #pragma unroll 1
         for (int from = 0; from < P::SHARE; from += Batch::COUNT * Batch::STRIDE) {
             const Batch own{item, layer.num_rows, from};
             float2 parts[Batch::COUNT][P::SPLITS][2];
             Four cosines[Batch::COUNT], sines[Batch::COUNT];
             long long slots[Batch::COUNT];
+            float2 halves[Batch::COUNT][2];
+            int places[Batch::COUNT];
+            if (from) own.load_slots(is_adapted, layer, adapters);
             own.load(tile, own_feature, own_feature + HEAD_DIM / 2, parts);
 #pragma unroll
             for (int i = 0; i < Batch::COUNT; ++i) {
                 cosines[i].load(layer.cosines + own.row(i) * HEAD_DIM + dim);
                 sines[i].load(layer.sines + own.row(i) * HEAD_DIM + dim);
                 slots[i] = layer.slots[own.row(i)];
+                places[i] = own.row(i), halves[i][0] = sum_splits(parts[i], 0), halves[i][1] = sum_splits(parts[i], 1);
             }
+            if (is_adapted) expand<P>(halves, layer, low_rank, adapters, places, is_query ? 0 : is_value ? 2 : 1, feature);
 #pragma unroll
             for (int i = 0; i < Batch::COUNT; ++i) {
                 const int row = own.row(i);
                 bf16* to = layer.query + row * QUERY + feature;
                 if (!is_query) to = (is_value ? layer.values - KV : layer.keys) + slots[i] * KV + feature - QUERY;
                 const float scale = memory.scales[ROWS + row];
-                const float2 halves[2] = {sum_splits(parts[i], 0), sum_splits(parts[i], 1)};
-                const float totals[4] = {halves[0].x, halves[0].y, halves[1].x, halves[1].y};
+                const float totals[4] = {halves[i][0].x, halves[i][0].y, halves[i][1].x, halves[i][1].y};
                 float plain[4], turned[4];
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
@@ -191,23 +222,60 @@ DEVICE void arrive_before(int product, const Layer& layer) {
     if (threadIdx.x == 128) arrive_with_grid(layer.passed + product);
 }
 
-DEVICE void multiply_all(const Layer& layer, const Memory& memory) {
-    Places places;
-    if (blockIdx.x >= Output::ITEMS) barrier_wait(memory.passed, 0);  // it arrives at once, at counters that are read before
-    u32 *output = layer.exchanged, *down = output + NUM_TILES, *next = down + NUM_TILES;
-    add_rows<Output>(layer, memory, places, output, layer.residual, layer.middle_norm, layer.middle_rows,
-                     layer.middle_scaled, layer.middle_squares);
-    arrive_before(1, layer);
-    gate_rows(layer, memory, places);
-    arrive_before(2, layer);
-    add_rows<Down>(layer, memory, places, down, layer.middle_rows, layer.has_next ? layer.next_norm : nullptr,
-                   layer.next_rows, layer.next_scaled, layer.next_squares);
-    if (!layer.has_next) return;
-    arrive_before(3, layer);
-    store_heads(layer, memory, places, next);
+// Two warps: the factors of the norm before a product, and the rows' products with their adapters' `down`.
+template <class P, int PRODUCT>
+DEVICE void help(const Layer& layer, const Memory& memory, int tiles, const bf16* states, const float* squares,
+                 float epsilon) {
+    const LowRank& low_rank = layer.low_rank[PRODUCT];
+    const int groups = P::PARTS * low_rank.rank / 8, units = low_rank.down ? tiles * groups * P::SLICES : 0;
+    const int place = gridDim.x - 1 - blockIdx.x;  // the last blocks have no items
+    const bool has_items = blockIdx.x < P::ITEMS, shrinks = place < units;
+    if (!units && !(has_items && squares)) return;
+    u32 *counter = layer.passed + 4 + PRODUCT, begin = 0;
+    if (units && threadIdx.x == 64) {
+        begin = begin_of_round(counter);  // before this block arrives
+        if (!shrinks) arrive_with_grid(counter);
+    }
+    if (!shrinks && !has_items) return;
+    int number = (threadIdx.x / 32 - 2) * gridDim.x + place;
+    Unit unit = {};
+    if (number < units) unit = Unit::of(layer, groups, number, P());
+    if (PRODUCT) barrier_wait(memory.passed + 8 * PRODUCT, 0);
+    if (shrinks) {
+#pragma unroll 1
+        while (number < units) {
+            shrink<P>(layer, low_rank, states, unit);
+            if ((number += 2 * gridDim.x) < units) unit = Unit::of(layer, groups, number, P());
+        }
+        sync_helpers();
+        if (threadIdx.x == 64) arrive_with_grid(counter);
+    }
+    if (!has_items) return;
+    if (squares) compute_scales(memory.scales + PRODUCT / 2 * ROWS, squares, epsilon);
+    if (units && threadIdx.x == 64) await(counter, begin, begin, GRID_ROUND);
+    arrive_as_helper(PRODUCT);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_layer(const __grid_constant__ Layer layer) {
+template <bool ADAPTS>
+DEVICE void multiply_all(const Layer& layer, const Memory& memory) {
+    Places places;
+    const bool is_adapted = ADAPTS && layer.num_slots && layer.starts[layer.num_slots];
+    if (blockIdx.x >= Output::ITEMS) barrier_wait(memory.passed, 0);  // it arrives at once, at counters that are read before
+    u32 *output = layer.exchanged, *down = output + NUM_TILES, *next = down + NUM_TILES;
+    add_rows<Output, 0>(layer, memory, places, output, layer.residual, layer.middle_norm, layer.middle_rows,
+                        layer.middle_scaled, layer.middle_squares, is_adapted);
+    arrive_before(1, layer);
+    gate_rows(layer, memory, places, is_adapted);
+    arrive_before(2, layer);
+    add_rows<Down, 2>(layer, memory, places, down, layer.middle_rows, layer.has_next ? layer.next_norm : nullptr,
+                      layer.next_rows, layer.next_scaled, layer.next_squares, is_adapted);
+    if (!layer.has_next) return;
+    arrive_before(3, layer);
+    store_heads(layer, memory, places, next, is_adapted);
+}
+
+template <bool ADAPTS>
+DEVICE void run_layer(const Layer& layer) {
     extern __shared__ unsigned char dynamic_memory[];
     __shared__ Barriers barriers;
     __shared__ __align__(16) float scales[2 * ROWS];
@@ -230,11 +298,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_layer(const __gri
     start_next();
     const int warp = threadIdx.x / 32;
     if (warp >= 4) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        if (ADAPTS) asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+        else asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         await_previous();
-        return multiply_all(layer, memory);
+        return multiply_all<ADAPTS>(layer, memory);
     }
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (ADAPTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 104;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     if (warp == 0 && threadIdx.x == 0) {
         WeightPlaces places;
         fetch_weights<Output>(memory, &layer.output_weight, places);
@@ -251,13 +321,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_layer(const __gri
         barrier_arrive(memory.passed);
         prefetch_map(&layer.gate_weight), prefetch_map(&layer.middle), prefetch_map(&layer.down_weight);
         prefetch_map(&layer.inner), prefetch_map(&layer.next_weight), prefetch_map(&layer.next);
-        fetch_inputs_after<Gate>(1, begins[1], layer, memory, &layer.middle, place);
-        fetch_inputs_after<Down>(2, begins[2], layer, memory, &layer.inner, place);
-        if (layer.has_next) fetch_inputs_after<Next>(3, begins[3], layer, memory, &layer.next, place);
+        fetch_inputs_after<Gate, ADAPTS>(1, begins[1], layer, memory, &layer.middle, place);
+        fetch_inputs_after<Down, ADAPTS>(2, begins[2], layer, memory, &layer.inner, place);
+        if (layer.has_next) fetch_inputs_after<Next, ADAPTS>(3, begins[3], layer, memory, &layer.next, place);
     } else if (warp >= 2) {
-        if (blockIdx.x < Gate::ITEMS)
-            compute_scales(memory.scales, layer.middle_squares, layer.middle_epsilon, memory.passed + 8, 2);
-        if (layer.has_next && blockIdx.x < Next::ITEMS)
-            compute_scales(memory.scales + ROWS, layer.next_squares, layer.next_epsilon, memory.passed + 24, 3);
+        const int tiles = ADAPTS ? count_tiles(layer) : 0;
+        await_previous();
+        help<Output, 0>(layer, memory, tiles, layer.attended_rows, nullptr, 0.f);
+        help<Gate, 1>(layer, memory, tiles, layer.middle_scaled, layer.middle_squares, layer.middle_epsilon);
+        help<Down, 2>(layer, memory, tiles, layer.inner_rows, nullptr, 0.f);
+        if (layer.has_next) help<Next, 3>(layer, memory, tiles, layer.next_scaled, layer.next_squares, layer.next_epsilon);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_layer(const __grid_constant__ Layer layer) {
+    run_layer<false>(layer);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) adapted_dense_layer(const __grid_constant__ Layer layer) {
+    run_layer<true>(layer);
 }
