@@ -82,9 +82,9 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
-    yield "package: tokens", num_tokens(PYTHON), 565_200
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 657_700
-    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 58_300
+    yield "package: tokens", num_tokens(PYTHON), 570_400
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 661_800
+    yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 58_800
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 9_422
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213
     yield "tokens in a line of code", round(num_tokens(PYTHON) / num_code_lines(PYTHON), 2), 9.82

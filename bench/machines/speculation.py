@@ -4,6 +4,7 @@
     python bench/machines/speculation.py edit --draft-model FOLDER          drafts of a small model instead of suffixes
     python bench/machines/speculation.py known                              drafts of known quality in Qwen3-8B's shape
     python bench/machines/speculation.py known --shape tiny --requests 1    a quick trial, on a CPU too
+    python bench/machines/speculation.py heads --shape 0.6b                 drafts of a head of one layer
     python bench/machines/speculation.py peer --engine nanovllm --model FOLDER
     $VLLM_PYTHON bench/machines/speculation.py peer --engine vllm --model FOLDER
 
@@ -14,6 +15,7 @@ W: 64 requests at once, of random tokens; drafts have room once some have ended.
 known: the output projection gives token t + 1 after t a wide margin, and all other weights are random, so a drafter
     knows the continuation and bfloat16 changes no token; each draft is right with the probability --acceptance.
     `nothing` proposes nothing; `suffix` finds nothing; `always N` verifies N drafts whatever they cost.
+heads: the same model with a head of one layer, whose drafts are replaced by known ones once they are computed.
 peer: edit, extract without a schema and chat, greedy, alone and all at once. vLLM drafts by n-grams on the GPU and
     cannot switch them off, so both engines are opened once for each way. Run one folder through both on one machine.
 
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 from harness import Figures, Option, Part, engine_of, folder_of, in_turn, random_prompts, ratios, run_parts, spread
 from random_models import SHAPES, random_model  # beside this file, as is the former
+from transformers.modeling_layers import MtpModel
 
 from nanovllm import LLM, SamplingParams, StructuredOutput
 from nanovllm.admission import NoProposer, Proposer
@@ -46,6 +49,7 @@ from nanovllm.features.speculation.build import SUFFIX_BYTES
 from nanovllm.features.speculation.lengths import DraftLengths
 from nanovllm.features.speculation.speculation import Speculation
 from nanovllm.features.speculation.suffix import SuffixDrafter
+from nanovllm.features.speculation_options import HEADS_OF_MODEL
 from nanovllm.models.default_model import DEFAULT_MODEL
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.tools.workloads import specs
@@ -297,6 +301,62 @@ def measure_known(options: argparse.Namespace) -> Figures:
     return figures
 
 
+# --------------------------------------------------------------------------------------------- heads of a checkpoint
+
+
+def add_head(model: Any) -> None:
+    """Give a random model a random head: one layer of its own class."""
+    model.config.num_mtp_layers = 1
+    model.config.mtp_layer_types = ["full_attention"]
+    shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    before = [weight.detach().clone() for weight in shared]
+    with torch.device(model.device):
+        heads = MtpModel(model, 1).to(model.dtype).eval()
+    for weight, own in zip(shared, before, strict=True):  # the library draws them anew
+        weight.data = own
+    vars(model)[HEADS_OF_MODEL] = (heads,)
+
+
+def with_answers(propose: Callable[..., Any], answers: Successors) -> Callable[..., Any]:
+    """Let a head compute its drafts, and replace each by one that is right with a known probability."""
+
+    def proposed(requests: Any) -> list[list[int]]:
+        drafts = propose(requests)
+        return [
+            answers._after(request.tokens_from(-1)[0], len(own)) for request, own in zip(requests, drafts, strict=True)
+        ]
+
+    return proposed
+
+
+def measure_heads(options: argparse.Namespace) -> Figures:
+    """A head whose drafts are right with the probability --acceptance, and one that is always wrong."""
+    vocab_size = SHAPES[options.shape]["vocab_size"]
+    figures: Figures = {}
+    model = counting_model(options.shape)
+    add_head(model)
+    drafter = Successors(vocab_size, options.acceptance)  # in the place of "heads", which wants a folder
+    lengths = {"max_model_len": 1024, "num_speculative_tokens": options.drafts}
+    with engine_of(model, speculation=drafter, **lengths) as llm:
+        scheduler = llm._engine.scheduler
+        speculation = scheduler.proposer
+        own = speculation.drafter.propose
+        proposals = {"heads": with_answers(own, drafter), "wrong": with_answers(own, Successors(vocab_size, 0.0))}
+
+        def count_with(way: str, count: int, number: int) -> float:
+            speculation.drafter.propose = proposals.get(way, own)
+            return count_on(llm, speculation if way in proposals else NoProposer(), options, count, way, number)
+
+        for count in options.requests:
+            ways = ("without", *proposals)
+            rates = in_turn({way: partial(count_with, way, count) for way in ways}, options.rounds)
+            for way in proposals:
+                ratio = spread(ratios(rates, way, "without"))
+                row = figures[f"{count} requests, {way}"] = {"tokens/s": statistics.median(rates[way]), "ratio": ratio}
+                print(f"  {count} requests, {way}: {row}", flush=True)
+    return figures
+
+
 # --------------------------------------------------------------------------------------------------------------- peer
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # (prompts, most tokens) -> outputs
@@ -378,6 +438,7 @@ PARTS = {
     "W": measure_text("W"),
     "idle": Part(measure_idle),
     "known": Part(measure_known, is_default=False),
+    "heads": Part(measure_heads, is_default=False),
     "peer": Part(measure_peer, is_default=False),
 }
 OPTIONS = {
@@ -390,7 +451,8 @@ OPTIONS = {
     "requests": Option([1, 16, 64], "at once, of known"),
     "prompt": Option(512, "tokens, of known"),
     "output": Option(192, "tokens, of known"),
-    "acceptance": Option(0.7, "probability that a draft is right, of known"),
+    "acceptance": Option(0.7, "probability that a draft is right, of known and heads"),
+    "drafts": Option(3, "most drafts of a request in a step, of heads"),
     "engine": Option("nanovllm", "of peer", ("nanovllm", "vllm")),
     "copies": Option(4, "of the prompts that run at once, of peer"),
 }

@@ -53,7 +53,7 @@ VLLM = """\
 | `--chat-template-content-format` | `--chat-template-content-format` | `parts` for `openai`; found by rendering, not in the syntax tree |
 | `--limit-mm-per-prompt`, `--mm-processor-kwargs` | `--limit-mm-per-prompt`, `--mm-processor-kwargs` | `image=4`; `NAME=JSON` for each argument ([images](images.md)) |
 | `--quantization` | `--quantization` | the checkpoint's own format is found; `int8` or `int4` on a CPU ([quantisation](quantisation.md)) |
-| `--speculative-config` | `--speculation`, `--draft-model`, `--num-speculative-tokens` | `suffix` or `draft`; tokens are those without drafts ([speculation](speculation.md)) |
+| `--speculative-config` | `--speculation`, `--draft-model`, `--num-speculative-tokens` | `suffix`, `draft`, `heads` (mtp) or `auto`; tokens are those without drafts ([speculation](speculation.md)) |
 | `--lora-modules NAME=PATH` | `--adapter NAME=PATH` | a flag for each ([adapters](server.md#how-are-adapters-served)) |
 | `--max-loras`, `--max-lora-rank` | `--max-loras`, `--max-lora-rank` | 8, 64 |
 | `--enable-lora` | not needed | adapters can always be loaded; by requests from `--adapter-folder` alone |

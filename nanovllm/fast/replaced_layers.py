@@ -48,7 +48,8 @@ class FastLayers:
         """
         binding = self._binding
         memory = None if kernels is None else packed_linears.memory_for_packing(binding.model)
-        if kernels is not None and binding.passes_keywords and binding.ranks is None:  # a fused layer has no all-reduce
+        follows_model = binding.ranks is None and binding.passes.head_layer is None  # no all-reduce, no head
+        if kernels is not None and binding.passes_keywords and follows_model:
             from nanovllm.fast.layers.fused_layers import fuse_layers
 
             try:

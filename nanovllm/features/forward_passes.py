@@ -43,6 +43,7 @@ class ForwardPasses:
         self._base_output_type: Any = None
         self._no_token: Tensor | None = None  # [1, 1], of a pass that computes the head alone
         self.direct: Any = None  # `DirectPass` or `Trial`, for steps
+        self.head_layer: Any = None  # `HeadLayer`, which drafts
         self.given: Any = None  # `GivenRows`: features and positions of rows of the coming step
 
     def with_logits_of(self, vocab_size: int) -> ForwardPasses:

@@ -11,13 +11,17 @@ from nanovllm.features.option_checks import string
 MAX_DRAFTS = 32  # limit for a sequence in a step
 SUFFIX = "suffix"
 DRAFT = "draft"
+HEADS = "heads"
+AUTO = "auto"
+HEADS_OF_MODEL = "nanovllm_heads"  # attribute of a model: its loaded heads, in a tuple, so that they are no submodule
+_SOURCES = SUFFIX, DRAFT, HEADS, AUTO
 
 
 def _source(name: str, value: Any) -> Any:
-    if value not in (SUFFIX, DRAFT) and not callable(getattr(value, "propose", None)):
+    if value not in _SOURCES and not callable(getattr(value, "propose", None)):
         raise ValueError(
-            f"{name} is {value!r}; it must be {SUFFIX!r}, {DRAFT!r}, or an object with a method `propose`, as "
-            "`nanovllm.Drafter` has it."
+            f"{name} is {value!r}; it must be one of {', '.join(map(repr, _SOURCES))}, or an object with a method "
+            "`propose`, as `nanovllm.Drafter` has it."
         )
     return value
 
@@ -25,7 +29,8 @@ def _source(name: str, value: Any) -> Any:
 SPECULATION = option(
     None,
     'source of draft tokens, which a step verifies together: "suffix" (text after the same words earlier in the '
-    'request or in outputs of the same prefix), "draft" (draft_model), or a `Drafter`. Outputs stay the same. None: no '
+    'request or in outputs of the same prefix), "draft" (draft_model), "heads" (layers of the checkpoint that predict '
+    'further tokens), "auto" (heads if there are any, else suffix), or a `Drafter`. Outputs stay the same. None: no '
     "drafts.",
     check=_source,
     needs="features.speculation.build",
@@ -50,6 +55,11 @@ def check_speculation(config: Any) -> None:
         )
     if config.speculation is None:
         return
+    if config.speculation == HEADS and config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"speculation is {HEADS!r} and tensor_parallel_size {config.tensor_parallel_size}, but heads are not split "
+            "among ranks. Use data_parallel_size, or set speculation='suffix'."
+        )
     if config.max_num_seqs == 1:
         raise ValueError(
             "max_num_seqs is 1, so a step draws one token and has no room for drafts. Raise max_num_seqs to at least "

@@ -23,6 +23,7 @@ from nanovllm.features.chat.chat import with_chat_template
 from nanovllm.features.engine_config import ABOUT_CHECKPOINTS, QUANTISED_ON_LOAD, EngineConfig
 from nanovllm.features.headless import Reader, load_headless, with_stand_in
 from nanovllm.features.option_checks import check_kv_cache_dtype
+from nanovllm.features.speculation_options import AUTO, HEADS
 from nanovllm.features.states.state_layers import LAYER_TYPES
 from nanovllm.features.unsupported import attending_layers, unsupported
 from nanovllm.models import hub
@@ -40,6 +41,10 @@ def load(model: str | os.PathLike[str] | nn.Module, tokenizer: Any, config: Engi
     Raises ModelLoadError, UnsupportedModelError, or ValueError for options that contradict a loaded module.
     """
     check_skipped_tokenizer(tokenizer, config)
+    if config.speculation == HEADS:
+        from nanovllm.models.heads import check_heads
+
+        check_heads(model, config)
     if isinstance(model, nn.Module):
         return _take_module(model, tokenizer, config)
     source = find_source(model, tokenizer, config)
@@ -134,6 +139,10 @@ def load_module(source: str, config: EngineConfig, device: torch.device, *, is_s
         module, info = load_headless(model_config, source, read, **options) or read(model_class)
     if info["missing_keys"] or info["mismatched_keys"]:  # the library fills them with random numbers and only warns
         name_tensors(source, info)
+    if config.speculation in (HEADS, AUTO):
+        from nanovllm.models.heads import attach_heads
+
+        attach_heads(module, source, config, options)
     if config.quantization in QUANTISED_ON_LOAD:
         from nanovllm.models.quantised.on_load import quantise_model
 

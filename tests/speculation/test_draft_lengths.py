@@ -1,5 +1,7 @@
 """How many drafts are verified: by the number of running sequences, and none for a while after they lost time."""
 
+import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +12,13 @@ from nanovllm.features.costs.cost_model import StepWork
 from nanovllm.features.speculation import lengths as rule
 from nanovllm.features.speculation.lengths import (
     BOUNDS,
+    DRAFT_COST,
     LONGEST_REST,
     PLAIN_WINDOW,
     REST,
     WINDOW,
     WINDOWS,
+    Acceptance,
     BatchSize,
     DraftLengths,
 )
@@ -245,3 +249,35 @@ def test_no_prompt_runs_ahead_of_drafts():
         assert token_ids(generate(llm, prompts, params)) == wanted
     assert sum(has_drafts for has_drafts, _ in ahead) > 5
     assert all(batch is None for has_drafts, batch in ahead if has_drafts)
+
+
+@pytest.mark.parametrize(
+    "share, most_often, least_gain", [(0.0, 0, 0.98), (0.3, 0, 1.0), (0.5, 2, 1.2), (0.7, 3, 1.5), (0.95, 3, 2.2)]
+)
+def test_a_chain_is_as_long_as_its_drafts_are_accepted(share, most_often, least_gain):
+    acceptance, rng = Acceptance(3), random.Random(0)
+    counts, tokens, cost = Counter(), 0, 0.0
+    for _ in range(2000):
+        count = acceptance.limit()
+        accepted = 0
+        while accepted < count and rng.random() < share:
+            accepted += 1
+        if count:
+            acceptance.note(count, accepted)
+        counts[count] += 1
+        tokens += 1 + accepted
+        cost += 1 + DRAFT_COST * count
+    assert counts.most_common(1)[0][0] == most_often
+    assert tokens / cost > least_gain
+
+
+def test_heads_that_become_right_draft_again():
+    acceptance = Acceptance(3)
+    for _ in range(1000):
+        if count := acceptance.limit():
+            acceptance.note(count, 0)
+    counts = []
+    for _ in range(4000):
+        counts.append(acceptance.limit())
+        acceptance.note(counts[-1], counts[-1])
+    assert counts[-100:] == [3] * 100

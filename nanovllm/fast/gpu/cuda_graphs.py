@@ -25,6 +25,7 @@ from nanovllm.device import find_kernel, own_code, to_device
 from nanovllm.fast.attention.flex_gpu import build_gpu_attention
 from nanovllm.fast.attention.tiles import Tiles
 from nanovllm.fast.gpu.capturable import runs_whole, splits_head, weight_addresses
+from nanovllm.fast.gpu.draft_graphs import DraftGraphs, HeadInputs
 from nanovllm.fast.gpu.forward_graphs import ForwardGraphs, HeadGraphs
 from nanovllm.fast.gpu.graph_pool import GraphPool
 from nanovllm.fast.gpu.head_extras import HeadExtras
@@ -79,7 +80,9 @@ class GraphExecutor:
         self._with_sampled = kernel or torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
         rows = RowInputs(pools.kind_groups(binding.layers))
-        self.features = SampleInputs(), rows, *self.further_inputs, self.backend.inputs
+        self._drafts = binding.passes.head_layer
+        of_head = () if self._drafts is None else (HeadInputs(self._drafts, config.block_size, pools),)
+        self.features = SampleInputs(), rows, *self.further_inputs, *of_head, self.backend.inputs
         self._packing = cache(partial(StepPacking, max_samples=max_samples, features=self.features))
         largest = self._packing(self._buckets.largest())
         with torch.inference_mode(False):
@@ -109,6 +112,10 @@ class GraphExecutor:
         from nanovllm.fast.gpu.adapter_graphs import AdapterGraphs
 
         return AdapterGraphs(runner, max_loras)
+
+    def draft_steps(self) -> DraftGraphs:
+        """Steps of the model's head alone, with graphs of their own."""
+        return DraftGraphs(self, self._drafts)
 
     def launch(
         self, batch: ScheduledBatch, layout: BatchLayout, tiles: Tiles, report: StepLogprobs | None
@@ -193,6 +200,8 @@ class GraphExecutor:
     def _attention_step(self, shape: GraphShape) -> tuple[AttentionStep, Tensor, Tensor, Tensor]:
         """The packed step's masks, token ids, positions and slot mapping ([num_rows] int64 each)."""
         inputs = self._packing(shape).views(self._inputs)
+        if self._drafts is not None:
+            self._drafts.sources, self._drafts.targets = inputs.head_sources, inputs.head_targets
         with torch.no_grad():
             token_ids = self._with_sampled(inputs.token_ids, self._sampled)
             step = AttentionStep(self.backend.fill(inputs), shape.num_rows, inputs.slot_mapping)

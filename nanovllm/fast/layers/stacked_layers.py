@@ -191,7 +191,9 @@ _READ_NO_ELEMENT: tuple[Any, ...] = (
 
 
 def may_stack_layers(binding: ModelBinding) -> bool:
-    """Whether a binding's layers have attention alone, and neither an all-reduce nor an owner."""
+    """Whether a binding's layers have attention alone, and neither an all-reduce, an owner nor a head that drafts."""
+    if getattr(binding.passes, "head_layer", None) is not None:
+        return False
     return binding.passes_keywords and not (binding.is_live or binding.ranks or binding.mixers)
 
 

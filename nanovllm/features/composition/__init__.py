@@ -13,6 +13,8 @@ NEEDS = (
     "features.live_modules",
     "features.ranks",
     "features.sampling_params",
+    "features.speculation",
+    "features.speculation_options",
     "features.states",
     "features.tiers",
     "features.unsupported",

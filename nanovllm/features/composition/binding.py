@@ -14,6 +14,7 @@ from nanovllm.features.forward_passes import split_passes
 from nanovllm.features.groups.mask_probe import MaskProbe
 from nanovllm.features.headless import is_headless
 from nanovllm.features.live_modules.module_watch import ModuleWatch
+from nanovllm.features.speculation_options import HEADS_OF_MODEL
 from nanovllm.features.states.state_layers import LAYER_TYPES, recurrent_modules
 from nanovllm.features.unsupported import attending_layers, unsupported
 from nanovllm.model import BindingParts, ModelBinding, StateLayers, lock_of, modules_of
@@ -65,6 +66,10 @@ def build_binding(
         raise UnsupportedModelError(f"{name} has no head, and {type(model).__name__} does not call it for states.")
     binding.unshared = unshared
     binding.layer_modules = decoder_layers(model, [layer.module for layer in binding.layers])
+    if HEADS_OF_MODEL in vars(model):
+        from nanovllm.features.speculation.heads.head import bind_head
+
+        bind_head(binding)
     if is_on_cpu:
         binding.caches.memory = LazyMemory()
     if is_live:

@@ -9,10 +9,10 @@ from nanovllm.features.engine_config import EngineConfig
 from nanovllm.features.groups.state_kinds import StateKind
 from nanovllm.features.headless import is_headless
 from nanovllm.features.speculation.drafter import Drafter
-from nanovllm.features.speculation.lengths import DraftLengths
+from nanovllm.features.speculation.lengths import Acceptance, DraftLengths
 from nanovllm.features.speculation.speculation import Speculation
 from nanovllm.features.speculation.suffix import SuffixDrafter
-from nanovllm.features.speculation_options import SUFFIX
+from nanovllm.features.speculation_options import AUTO, HEADS, SUFFIX
 from nanovllm.model import ModelBinding
 from nanovllm.observability.step_records import StepObservers
 from nanovllm.requests import InputProcessor, RequestLimits
@@ -25,6 +25,7 @@ class Target(Protocol):
     """The model that verifies drafts; see `ModelRunner`."""
 
     config: EngineConfig
+    binding: ModelBinding
 
     def close(self) -> None: ...
 
@@ -52,8 +53,17 @@ def add_drafts(
                 "generates nothing. Leave speculation out."
             )
         drafter = draft_model(config, input_processor)
-        lengths = DraftLengths(config.num_speculative_tokens, overlap=config.overlap)
+        most = config.num_speculative_tokens
         source: Any = config.speculation
+        if (head := target.binding.passes.head_layer) is not None:
+            from nanovllm.features.speculation.heads.head_drafter import open_heads
+
+            drafter, source = open_heads(head, target, scheduler.block_manager), HEADS
+            most = min(most, head.num_kept - 1)
+        elif source == AUTO:
+            source = SUFFIX
+        acceptance = None if head is None else Acceptance(most)
+        lengths = DraftLengths(most, overlap=config.overlap, acceptance=acceptance)
         scheduler.proposer = proposer = Speculation(
             config,
             scheduler.block_manager,

@@ -23,6 +23,10 @@ PLAIN_WINDOW = 16  # Steps without drafts in it; their times vary less: no luck 
 CLEAR_LOSS = 0.75  # Drafts with at most this share of the tokens a second end after each PLAIN_WINDOW
 WINDOWS = 16  # Comparisons after which steps without drafts are measured anew
 REST, LONGEST_REST = 256, 4096  # Steps without drafts after a loss; each further loss in a row doubles them
+DRAFT_COST = 0.2  # Share of a step that one more draft of a head costs: its own pass, and a row to verify
+FIRST_RATE = 0.7  # Share of accepted drafts before any is measured
+MEMORY = 16  # Drafts after which a share is mostly measured
+LEAST_REST = 64  # Steps without drafts after the first failure
 SLOWEST = 8  # The slowest of so many steps does not count: it compiles, captures, or the machine is busy
 
 
@@ -75,6 +79,50 @@ def _rate(steps: Iterable[tuple[float, float]]) -> float:
     return float(sum(num_tokens) / max(sum(seconds), 1e-9))
 
 
+class Acceptance:
+    """Chooses how many drafts of a chain to compute, by the share of accepted ones at each depth.
+
+    Each draft costs about DRAFT_COST of a step, so one more pays while its chance to be accepted, over that cost, is
+    above the tokens that a step with those before it brings for its own cost. Where not even one pays, none is computed
+    for a while, which doubles with each failure.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._rates = [FIRST_RATE] * most  # shares of accepted drafts by depth, after accepted ones
+        self._num_left = 0  # steps without drafts
+        self._rest = LEAST_REST
+
+    def limit(self) -> int:
+        """Number of drafts in the next step; called once a step."""
+        if self._num_left:
+            self._num_left -= 1
+            return 0
+        chance = tokens = cost = 1.0
+        depth = 0
+        for rate in self._rates:
+            chance *= rate
+            if chance * cost < DRAFT_COST * tokens:
+                break
+            tokens += chance
+            cost += DRAFT_COST
+            depth += 1
+        if depth == 0:
+            self._num_left = self._rest
+            self._rest = min(2 * self._rest, LONGEST_REST)
+            self._rates[0] = 2 * DRAFT_COST  # it is tried again, with few drafts
+        return depth
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Record one sequence's drafts of a step."""
+        for depth in range(min(num_drafted, num_accepted + 1, len(self._rates))):
+            is_accepted = depth < num_accepted
+            self._rates[depth] += (is_accepted - self._rates[depth]) / MEMORY
+            if depth == 0 and is_accepted:
+                self._rest = LEAST_REST
+        if num_drafted == num_accepted < len(self._rates):  # the next depth may be better than when it was left out
+            self._rates[num_drafted] += (FIRST_RATE - self._rates[num_drafted]) / MEMORY
+
+
 class DraftLengths(Observer):
     """Chooses the most drafts of a sequence in a step, by the number of running ones and measured steps.
 
@@ -83,10 +131,12 @@ class DraftLengths(Observer):
     Args:
         most: Limit of the engine's options.
         overlap: True if steps without drafts are launched while the one before runs.
+        acceptance: Further limit, for drafts that are computed one after another; None for others.
     """
 
-    def __init__(self, most: int, *, overlap: bool) -> None:
+    def __init__(self, most: int, *, overlap: bool, acceptance: Acceptance | None = None) -> None:
         self.asks = False
+        self.acceptance = acceptance
         self._most = most
         self._overlap = overlap
         self._sizes: defaultdict[int, BatchSize] = defaultdict(BatchSize)  # number of sequences, in bits -> steps
@@ -96,7 +146,8 @@ class DraftLengths(Observer):
         """Most drafts of each sequence in the next step, with `num_running` running sequences."""
         if self._size(num_running).num_left:
             return 0
-        return min(self._most, next((most for count, most in BOUNDS if num_running <= count), 0))
+        own = self._most if self.acceptance is None else self.acceptance.limit()
+        return min(own, next((most for count, most in BOUNDS if num_running <= count), 0))
 
     def step_ended(self, record: StepRecord, batch: ScheduledBatch) -> None:
         last = self._last

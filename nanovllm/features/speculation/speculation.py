@@ -154,7 +154,7 @@ class Speculation(Observer):
         for request, proposed in zip(requests, self._proposed(requests), strict=True):
             sequence = request.sequence
             token_ids = self._usable(request, proposed)
-            count = self._allocate(sequence, len(token_ids))
+            count = allocate_drafts(self._manager, sequence, len(token_ids))
             if count and (self._states is None or self._states.keep(sequence)):
                 drafts[sequence] = tuple(token_ids[:count])
             else:
@@ -232,17 +232,6 @@ class Speculation(Observer):
             return []
         return usable
 
-    def _allocate(self, sequence: Sequence, count: int) -> int:
-        """Allocate blocks for `count` drafts; returns the number of drafts that free blocks hold."""
-        manager = self._manager
-        num_known = len(sequence.token_ids)
-        num_slots = (len(sequence.block_table) + manager.num_free_blocks) * manager.block_size
-        count = max(0, min(count, num_slots - num_known))
-        lacking = manager.num_blocks_for(num_known + count) - len(sequence.block_table)
-        if lacking > 0:
-            manager.allocate(sequence, lacking)
-        return count
-
     @staticmethod
     def _extend(entries: list[ScheduledSequence], drafts: dict[Sequence, tuple[int, ...]]) -> None:
         """Move the entries with drafts after all decodes."""
@@ -304,7 +293,7 @@ class Speculation(Observer):
         is_finite = NON_FINITE not in drawn
         num_accepted = sum(takewhile(bool, map(eq, drafts, drawn))) if is_finite else 0
         state: DraftState = sequence.drafting
-        self.counts.add(state.source, len(drafts), num_accepted)
+        self._count(state.source, len(drafts), num_accepted)
         state.note(len(sequence.token_ids) + num_accepted + 1, num_accepted)
         kept = drawn[: num_accepted + 1] if is_finite else []
         num_cut = len(drawn) - len(kept)
@@ -329,6 +318,11 @@ class Speculation(Observer):
             return entry._replace(num_new_tokens=end - entry.start), kept
         return entry._replace(num_new_tokens=len(kept)), kept
 
+    def _count(self, source: str, num_drafted: int, num_accepted: int) -> None:
+        self.counts.add(source, num_drafted, num_accepted)
+        if self.lengths.acceptance is not None and source != GRAMMAR:
+            self.lengths.acceptance.note(num_drafted, num_accepted)
+
     def stats(self) -> SpeculationStats:
         counts = self.counts
         return SpeculationStats(
@@ -350,3 +344,14 @@ class Speculation(Observer):
 
     def __str__(self) -> str:
         return "speculation"
+
+
+def allocate_drafts(manager: BlockManager, sequence: Sequence, count: int) -> int:
+    """Allocate blocks for `count` drafts; returns the number of drafts that free blocks hold."""
+    num_known = len(sequence.token_ids)
+    num_slots = (len(sequence.block_table) + manager.num_free_blocks) * manager.block_size
+    count = max(0, min(count, num_slots - num_known))
+    lacking = manager.num_blocks_for(num_known + count) - len(sequence.block_table)
+    if lacking > 0:
+        manager.allocate(sequence, lacking)
+    return count

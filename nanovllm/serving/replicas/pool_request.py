@@ -189,9 +189,14 @@ class PoolRequest:
         sample = self.samples[index]
         logprobs = None if sample.logprobs is None else sample.logprobs[:]
         return CompletionOutput(
-            index, sample.text, sample.token_ids[:], sample.finish_reason, sample.stop_reason, logprobs,
+            index,
+            sample.text,
+            sample.token_ids[:],
+            sample.finish_reason,
+            sample.stop_reason,
+            logprobs,
             sample.weight_versions and sample.weight_versions[:],
-        )  # fmt: skip
+        )
 
     def _output(self, completions: list[CompletionOutput], *, is_finished: bool) -> RequestOutput:
         new = self.new
