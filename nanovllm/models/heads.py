@@ -74,7 +74,8 @@ def _load(model: Any, source: str, lookups: dict[str, Any]) -> Any:
         raise LookupError(f"the weights of {source} are quantised, which heads cannot be.")
     # The library names the checkpoints that it knows; those of other sizes number their layers otherwise.
     vars(model)["_keys_to_ignore_on_load_unexpected"] = patterns
-    name, model.config.name_or_path = model.config.name_or_path, str(folder)
+    name = model.config.name_or_path
+    model.config.name_or_path = str(folder)
     try:
         with torch.inference_mode(False):
             heads = modeling_layers.MtpModel.from_pretrained(model)

@@ -237,7 +237,9 @@ def launches_of(head: HeadLayer, launch: Callable[..., Any], block_size: int, gr
     def launch_with_head(batch: Any, layout: BatchLayout, masks: Any, report: Any) -> Any:
         device = head._binding.device
         rows = (layout, *layout.others)[group]
-        head.sources, head.targets = (torch.from_numpy(places).to(device) for places in head.places(rows, block_size))
+        sources, targets = head.places(rows, block_size)
+        head.sources = torch.from_numpy(sources).to(device)
+        head.targets = torch.from_numpy(targets).to(device)
         try:
             return launch(batch, layout, masks, report)
         finally:
