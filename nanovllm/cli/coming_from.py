@@ -69,7 +69,8 @@ VLLM = """\
 | `--override-generation-config` | `--generation-config` | a request's fields come first |
 | `--api-server-count`, `-asc`, `--num-scheduler-steps` | not needed | the engine has a process of its own, and overlaps steps |
 | `--enable-expert-parallel`, `-ep` | `--tensor-parallel-size` | experts are split with it |
-| `--headless`, `--enable-sleep-mode`, `--middleware` | | not there |
+| `--enable-sleep-mode` | `--allow-weight-updates` | `/sleep` and `/wake_up` need a key |
+| `--headless`, `--middleware` | | not there |
 """
 
 OLLAMA = """\

@@ -48,7 +48,7 @@ class FastLayers:
         """
         binding = self._binding
         memory = None if kernels is None else packed_linears.memory_for_packing(binding.model)
-        follows_model = binding.ranks is None and binding.passes.head_layer is None  # no all-reduce, no head
+        follows_model = binding.ranks is None and getattr(binding.passes, "head_layer", None) is None
         if kernels is not None and binding.passes_keywords and follows_model:
             from nanovllm.fast.layers.fused_layers import fuse_layers
 

@@ -49,6 +49,7 @@ def with_adapters(model, folder):
     return folders, {None: model} | {name: merged(model, path) for name, path in folders.items()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_adapters_and_none_in_one_batch_give_the_tokens_of_merged_models(family, tmp_path):
     model = FAMILIES[family]()

@@ -47,7 +47,7 @@ def text_ids():
 
 
 @functools.cache
-def trained(family, *, num_steps=200):
+def trained(family, *, num_steps=120):
     """The model and its head after some steps on a text, so that some drafts are right and others are not."""
     torch.manual_seed(0)
     model, heads = tiny_with_heads(family)

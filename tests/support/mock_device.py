@@ -124,6 +124,7 @@ class MockWatch:
     """Sees the owner of a live module change its weights."""
 
     has_changed = False
+    flags = ()
 
     def changes(self, *, with_structure):
         has_changed = self.has_changed

@@ -86,6 +86,7 @@ def test_a_killed_replica_starts_again_with_the_new_weights(llm, models):
         assert {repr(output.outputs[0].weight_versions) for output in outputs} == {"[(0, 'some')]"}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("call", ["check_weights", "update_weights"])
 @pytest.mark.parametrize("dying", [[0], [0, 1]], ids=["one", "both"])
 def test_a_replica_that_dies_in_an_update_starts_again_with_the_new_weights(call, dying, llm, models, monkeypatch):
@@ -116,6 +117,7 @@ def test_a_replica_that_dies_in_an_update_starts_again_with_the_new_weights(call
     assert token_ids(generate(llm, PROMPTS * 2, GREEDY)) == answers(models[1]) * 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("keep_kv", [False, True])
 def test_streams_have_each_token_of_one_set_and_all_later_ones_of_the_new(keep_kv, folder, models):
     """The new head flips every draw: the most likely token becomes the least likely one."""

@@ -79,6 +79,7 @@ KINDS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_weights_and_then_a_part_of_them(kind, tmp_path):
     first, second, third = map(KINDS[kind], range(3))
@@ -99,6 +100,7 @@ def test_all_weights_and_then_a_part_of_them(kind, tmp_path):
             assert answered(llm, PROMPTS[:2]) == answers(second, PROMPTS[:2]), end
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("keeps_kv", [False, True])
 def test_requests_that_stream_go_on_with_the_new_weights(keeps_kv, models, folder):
     with LLM(folder, overlap=True, **SIZES) as llm:
@@ -143,6 +145,7 @@ class OpenHere:
         return self.values
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "change, error",
     [

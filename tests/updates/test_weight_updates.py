@@ -269,7 +269,7 @@ def test_updates_aborts_and_steps_in_any_order_leave_no_stale_kv(seed, form, mod
         assert_idle_and_whole(llm)
 
 
-@pytest.mark.parametrize("num_updates", [40, 1000])
+@pytest.mark.parametrize("num_updates", [40, pytest.param(1000, marks=pytest.mark.full)])
 def test_while_requests_stream_every_token_is_of_the_weights_in_force(num_updates, models, folder):
     """Teacher forcing by each version gives the tokens that it would have drawn after the same tokens."""
     rng = random.Random(num_updates)

@@ -80,7 +80,7 @@ class GraphExecutor:
         self._with_sampled = kernel or torch.compile(own_code(with_sampled), fullgraph=True, dynamic=True)
         max_samples = self._buckets.max_decodes
         rows = RowInputs(pools.kind_groups(binding.layers))
-        self._drafts = binding.passes.head_layer
+        self._drafts = getattr(binding.passes, "head_layer", None)
         of_head = () if self._drafts is None else (HeadInputs(self._drafts, config.block_size, pools),)
         self.features = SampleInputs(), rows, *self.further_inputs, *of_head, self.backend.inputs
         self._packing = cache(partial(StepPacking, max_samples=max_samples, features=self.features))

@@ -46,9 +46,10 @@ class HeadInputs(StepFeature):
         padded = step.num_decodes
         rows_of_step = sources[real:] < -1
         sources[real:] -= (padded - real) * rows_of_step  # chunks come after the padding of decodes
+        end = padded + len(sources) - real
         for rows, values in ((to.head_sources, sources), (to.head_targets, targets)):
             rows[:real] = values[:real]
-            rows[padded : padded + len(values) - real] = values[real:]
+            rows[padded:end] = values[real:]
 
 
 class DraftGraphs:

@@ -55,10 +55,11 @@ def add_drafts(
         drafter = draft_model(config, input_processor)
         most = config.num_speculative_tokens
         source: Any = config.speculation
-        if (head := target.binding.passes.head_layer) is not None:
+        if (head := getattr(target.binding.passes, "head_layer", None)) is not None:
             from nanovllm.features.speculation.heads.head_drafter import open_heads
 
-            drafter, source = open_heads(head, target, scheduler.block_manager), HEADS
+            drafter = open_heads(head, target, scheduler.block_manager)
+            source = HEADS
             most = min(most, head.num_kept - 1)
         elif source == AUTO:
             source = SUFFIX
