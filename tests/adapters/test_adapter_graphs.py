@@ -125,6 +125,7 @@ def lists(outputs):
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "options", [{}, {"num_kv_blocks": 14, "max_num_batched_tokens": 40}, {"speculation": "suffix"}], ids=str
 )

@@ -139,6 +139,7 @@ def test_requests_of_an_adapter_return_to_their_prefix_and_find_no_blocks_of_ano
     assert min(hits("a")) >= 96  # and some of the tails
 
 
+@pytest.mark.full
 def test_an_unload_disturbs_no_stream_and_the_name_may_mean_other_bytes(llm):
     prompts = random_prompts(4, seed=2)
     digest = llm.adapters["a"].digest

@@ -144,6 +144,7 @@ def flag(model):
     layers_of(model)[0].unknown = 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("change", [train, merge, vary, flag])
 @pytest.mark.parametrize("also", [False, True], ids=["alone", "with a switch"])
 def test_all_else_drops_the_prefixes_of_every_adapter(change, also):
@@ -218,6 +219,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("form", OPTIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_switches_edits_aborts_and_steps_in_any_order_leave_no_stale_kv(seed, form):

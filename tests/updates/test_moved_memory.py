@@ -59,7 +59,7 @@ def weights_of(llm):
     return weights
 
 
-@pytest.mark.parametrize("form", ["eager", "compiled"])
+@pytest.mark.parametrize("form", ["eager", pytest.param("compiled", marks=pytest.mark.full)])
 def test_storages_without_bytes_get_them_back_and_weights_their_values(form, storages, folder, answers):
     with LLM(folder, **SIZES | FORMS[form]) as llm:
         assert answered(llm) == answers

@@ -62,7 +62,7 @@ def test_the_memory_of_the_kv_cache_is_given_back_and_idle_threads_take_none(fol
         assert answered(llm) == answers
 
 
-@pytest.mark.parametrize("form", [*FORMS, "live"])
+@pytest.mark.parametrize("form", ["fused", "eager", pytest.param("compiled", marks=pytest.mark.full), "live"])
 def test_tokens_after_wake_are_those_before(form, folder):
     source, options = (tiny_model(), OF_MODULE) if form == "live" else (folder, SIZES | FORMS[form])
     with LLM(source, **options) as llm:

@@ -174,6 +174,7 @@ def test_an_update_that_one_rank_refuses_changes_none(change, error, models, fol
         assert answered(llm, PROMPTS[-2:]) == answers(models[1], PROMPTS[-2:])
 
 
+@pytest.mark.full
 def test_updates_and_pauses_between_steps_leave_no_stale_kv(models, folder):
     """Each token is that of the whole prefix under the weights in force when it is drawn."""
     rng = random.Random(3)
@@ -217,6 +218,7 @@ def test_updates_and_pauses_between_steps_leave_no_stale_kv(models, folder):
         assert_idle_and_whole(llm)
 
 
+@pytest.mark.full
 async def test_an_asynchronous_engine_is_updated_while_it_is_paused(models, folder):
     async with AsyncLLM(folder, **SIZES) as llm:
         stream = llm.generate(PROMPTS[0], greedy(60, ignore_eos=True))
@@ -267,6 +269,7 @@ def test_every_rank_gives_its_memory_back_until_it_wakes(models, folder):
         assert answered(llm) == answers(models[0])
 
 
+@pytest.mark.full
 def test_requests_go_on_after_sleep_and_an_update_within_it(models, folder):
     with LLM(folder, overlap=True, **SIZES) as llm:
         engine = llm._engine

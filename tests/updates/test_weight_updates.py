@@ -39,7 +39,7 @@ def folder(models, tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["fused", "eager", pytest.param("compiled", marks=pytest.mark.full)])
 def test_tokens_are_those_of_the_new_weights_and_no_prefix_of_the_old_ones_is_found(form, models, folder):
     with LLM(folder, **SIZES | FORMS[form]) as llm:
         for model in (models[0], models[1], models[2], models[0]):
