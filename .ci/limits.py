@@ -57,7 +57,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
     has_passed, branches = measure([])
     yield "the engine's files, copied alone, fail tests/engine", not has_passed, 0
     yield "branches of the engine's files that tests/engine leaves out, %", round(100 - share_reached(branches), 1), 4.2
-    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 137
+    yield "modules that the plainest run imports", int(printed_by("plain_run.py")), 138
     yield "build.py: tokens", num_tokens([PACKAGE / "build.py"]), 2_348
     yield "lines of the engine's files that name a feature", num_lines_that_name_a_feature(engine_files()), 148
     for file, function, max_lines, max_tokens in (

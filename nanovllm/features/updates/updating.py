@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nanovllm.engine import Engine
 from nanovllm.features.adapters.salts import AdapterSalt, adapter_of
-from nanovllm.features.updates import versions
 from nanovllm.features.updates.pausing import Pausing
 from nanovllm.features.updates.sleeping import bring_weights
 from nanovllm.sequence import Sequence
@@ -25,6 +24,7 @@ Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Callable[[], Any
 
 def update_weights(engine: Any, weights: Weights, *, keep_kv: bool = False, version: str | None = None) -> None:
     """See `Updating.update_weights`."""
+    from nanovllm.features.updates import versions
     from nanovllm.features.updates.places import checked, places_of  # imports every form that keeps a copy
 
     versions.check_label(version)
