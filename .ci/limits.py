@@ -83,7 +83,7 @@ def engine_figures() -> Iterator[tuple[str, float, float]]:
 def project_figures() -> Iterator[tuple[str, float, float]]:
     """(name, figure, limit) of everything that is kept."""
     yield "package: tokens", num_tokens(PYTHON), 570_400
-    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 661_800
+    yield "tests: tokens", num_tokens(files(ROOT / "tests", {".py"})), 662_000
     yield "bench: tokens", num_tokens(files(ROOT / "bench", {".py"})), 58_800
     yield "native code: lines", num_lines(files(PACKAGE, NATIVE_SUFFIXES)), 9_422
     yield "pages: lines", num_lines(files(PACKAGE, PAGE_SUFFIXES)), 3_213

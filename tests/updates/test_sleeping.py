@@ -222,7 +222,8 @@ def test_sleeps_updates_aborts_and_steps_in_any_order_leave_the_tokens(seed, for
             elif act == "update" and rng.random() < 0.3:
                 llm.update_weights(weights)
             elif act == "idle" or act == "step":
-                engine.step() if act == "step" else engine._in_flight or engine.use_idle_time(captures=True)
+                with llm._lock:  # a thread of the LLM uses its idle time, too
+                    engine.step() if act == "step" else engine._in_flight or engine.use_idle_time(captures=True)
         llm.wake()
         while engine.has_unfinished:
             engine.step()
